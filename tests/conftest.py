@@ -1,0 +1,47 @@
+"""Seeds, two threads, no network, and the two real models that the tests share."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+# Before transformers is imported anywhere: a test that needs the network is a broken test.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ridgefill.demo import model_folder
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  (libraries draw from the global generator)
+    torch.manual_seed(0)
+
+
+def _load(name: str) -> tuple[nn.Module, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # A missing weights package raises here, with the pip command that installs it: real weights are never skipped.
+    folder = model_folder(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[nn.Module, Any]:
+    """SmolLM2-135M-Instruct in float32, and its tokenizer."""
+    return _load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> tuple[nn.Module, Any]:
+    """Gemma 3 270M in float32, and its tokenizer."""
+    return _load("gemma3-270m")
