@@ -1,0 +1,158 @@
+"""Streaming sums for ridge maps: one row of x, many targets, float64 totals from float32 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ridgefill.errors import FitError
+
+# A float32 product sums at most this many rows before it meets a float64 total: the error stays below
+# gamma(1024) = 6.2e-5 of sqrt(sum x_i^2 * sum y_j^2) in the worst case, and about 2e-7 of it in practice.
+BLOCK_ROWS = 1024
+# gamma(n) = n u / (1 - n u) for products and sums, and 3u for the two subtractions of the shift.
+ERROR_BOUND = (BLOCK_ROWS + 3) * 2.0**-24 / (1 - (BLOCK_ROWS + 3) * 2.0**-24)
+
+
+@dataclass(frozen=True)
+class CentredMoments:
+    """Sums about the means, all float64: what a ridge solve needs and what a held-out error needs.
+
+    Attributes:
+        n: the number of rows.
+        x_mean: ``[n_in]``.
+        y_mean: ``[n_out]``, the targets of all late layers side by side.
+        sxx: ``[n_in, n_in]``, sum of ``(x - x_mean)(x - x_mean)^T``.
+        sxy: ``[n_in, n_out]``, sum of ``(x - x_mean)(y - y_mean)^T``.
+        syy: ``[n_out]``, the diagonal of sum ``(y - y_mean)(y - y_mean)^T``.
+    """
+
+    n: int
+    x_mean: torch.Tensor
+    y_mean: torch.Tensor
+    sxx: torch.Tensor
+    sxy: torch.Tensor
+    syy: torch.Tensor
+
+
+class Moments:
+    """Running sums over rows for one split; ``add`` rows in any pieces, then read ``centred()``.
+
+    Products run in float32 over blocks of at most ``BLOCK_ROWS`` rows, about a fixed shift (the first block's mean,
+    which the residual stream's outlier dimensions need), and are summed in float64. Each entry of the sums about the
+    shift is within ``ERROR_BOUND * sqrt(A_ii * A_jj)`` of the exact sum, where ``A`` holds the sums of squares about
+    the shift (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1, with Cauchy-Schwarz).
+
+    Memory: ``8 * n_in * (n_in + n_out)`` bytes, whatever the number of rows.
+    """
+
+    def __init__(self, n_in: int, n_out: int, device: torch.device | str = "cpu") -> None:
+        self.n = 0
+        self.n_in = n_in
+        self.n_out = n_out
+        self.device = torch.device(device)
+        self._x_shift: torch.Tensor | None = None  # float32, so that x - shift rounds once
+        self._y_shift: torch.Tensor | None = None
+        self._x_sum = torch.zeros(n_in, dtype=torch.float64, device=device)
+        self._y_sum = torch.zeros(n_out, dtype=torch.float64, device=device)
+        self._xx = torch.zeros(n_in, n_in, dtype=torch.float64, device=device)
+        self._xy = torch.zeros(n_in, n_out, dtype=torch.float64, device=device)
+        self._yy = torch.zeros(n_out, dtype=torch.float64, device=device)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add rows: ``x`` ``[rows, n_in]`` and ``y`` ``[rows, n_out]``, float32 or narrower, finite.
+
+        Raises:
+            FitError: the shapes do not fit these sums.
+        """
+        if x.ndim != 2 or y.ndim != 2 or x.shape[0] != y.shape[0] or (x.shape[1], y.shape[1]) != (self.n_in, self.n_out):
+            raise FitError(
+                f"moments: expected x [rows, {self.n_in}] and y [rows, {self.n_out}], "
+                f"found {list(x.shape)} and {list(y.shape)}"
+            )
+        with exact_float32_products():
+            for start in range(0, x.shape[0], BLOCK_ROWS):
+                self._add_block(x[start : start + BLOCK_ROWS].float(), y[start : start + BLOCK_ROWS].float())
+
+    def _add_block(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        if self._x_shift is None or self._y_shift is None:
+            self._x_shift, self._y_shift = x.mean(0), y.mean(0)
+        x = x - self._x_shift  # [rows, n_in]
+        y = y - self._y_shift  # [rows, n_out]
+        self.n += x.shape[0]
+        self._x_sum += x.sum(0, dtype=torch.float64)
+        self._y_sum += y.sum(0, dtype=torch.float64)
+        self._xx += x.T @ x
+        self._xy += x.T @ y
+        self._yy += y.square_().sum(0)
+
+    def merge(self, other: Moments) -> None:
+        """Add another's rows to these sums, exactly but for float64 rounding; the shifts may differ.
+
+        Raises:
+            FitError: the other's widths differ.
+        """
+        if (other.n_in, other.n_out) != (self.n_in, self.n_out):
+            raise FitError(
+                f"moments: cannot merge widths {(other.n_in, other.n_out)} into {(self.n_in, self.n_out)}"
+            )
+        if other._x_shift is None or other._y_shift is None:
+            return
+        if self._x_shift is None or self._y_shift is None:
+            self._x_shift, self._y_shift = other._x_shift.clone(), other._y_shift.clone()
+        # With the other's rows at u = x - their shift: x - our shift = u + dx, where dx = their shift - ours.
+        dx = (other._x_shift.double() - self._x_shift.double()).to(self._x_sum.device)
+        dy = (other._y_shift.double() - self._y_shift.double()).to(self._y_sum.device)
+        x_sum, y_sum = other._x_sum.to(dx.device), other._y_sum.to(dy.device)
+        x_moved = torch.outer(x_sum, dx)
+        self._xx += other._xx.to(dx.device) + x_moved + x_moved.T + other.n * torch.outer(dx, dx)
+        self._xy += other._xy.to(dx.device) + torch.outer(x_sum, dy) + torch.outer(dx, y_sum + other.n * dy)
+        self._yy += other._yy.to(dy.device) + 2 * dy * y_sum + other.n * dy.square()
+        self._x_sum += x_sum + other.n * dx
+        self._y_sum += y_sum + other.n * dy
+        self.n += other.n
+
+    def centred(self) -> CentredMoments:
+        """The sums about the means.
+
+        Raises:
+            FitError: no row was added.
+        """
+        if self.n == 0 or self._x_shift is None or self._y_shift is None:
+            raise FitError("moments: no rows were added; the texts are too short or there are none")
+        dx, dy = self._x_sum / self.n, self._y_sum / self.n  # means about the shift
+        return CentredMoments(
+            n=self.n,
+            x_mean=self._x_shift.double() + dx,
+            y_mean=self._y_shift.double() + dy,
+            sxx=torch.addr(self._xx, dx, dx, alpha=-self.n),
+            sxy=torch.addr(self._xy, dx, dy, alpha=-self.n),
+            syy=self._yy - self.n * dy.square(),
+        )
+
+
+@contextmanager
+def exact_float32_products() -> Iterator[None]:
+    """Float32 matmuls in float32, whatever precision the caller allowed (TF32 and bf16 lose 13 bits)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def reference_moments(x: torch.Tensor, y: torch.Tensor) -> CentredMoments:
+    """The same sums from all rows at once in pure float64: the readable oracle of ``Moments``.
+
+    Args:
+        x: ``[rows, n_in]``.
+        y: ``[rows, n_out]``.
+    """
+    x, y = x.double(), y.double()
+    x_mean, y_mean = x.mean(0), y.mean(0)
+    dx, dy = x - x_mean, y - y_mean
+    return CentredMoments(len(x), x_mean, y_mean, dx.T @ dx, dx.T @ dy, dy.square().sum(0))
