@@ -1,0 +1,506 @@
+//! Bytes -> [`Header`]: the rules of the container, with no file and no clock.
+//!
+//! A safetensors file is an 8-byte little-endian header length, a JSON header, and the data section. The
+//! parser below reads exactly the JSON that such a header may hold: three levels, no recursion, and no
+//! allocation that its input's caps do not bound. A general JSON reader would keep the last of two equal
+//! keys in silence, which is how one file comes to mean two things to two programs.
+
+use std::collections::{BTreeMap, HashSet};
+
+use crate::error::{Error, Fault, Result};
+
+/// Bytes before the header: its length, little-endian.
+pub const LENGTH_BYTES: u64 = 8;
+/// The largest header that is read.
+pub const MAX_HEADER_BYTES: u64 = 8 << 20;
+/// The most tensors a file may hold.
+pub const MAX_TENSORS: usize = 4096;
+/// The largest dimension of a tensor.
+pub const MAX_DIMENSION: u64 = 1 << 20;
+/// The most dimensions of a tensor.
+pub const MAX_DIMENSIONS: usize = 8;
+/// The longest tensor name, metadata key or field name.
+pub const MAX_NAME_BYTES: usize = 512;
+/// The most metadata keys.
+pub const MAX_METADATA_KEYS: usize = 256;
+/// The most bytes that all metadata keys and values may hold together.
+pub const MAX_METADATA_BYTES: usize = 1 << 20;
+/// The data section's start is a multiple of this.
+pub const DATA_ALIGNMENT: u64 = 8;
+
+pub(crate) const METADATA: &str = "__metadata__";
+
+/// The element types this reader knows: those of safetensors whose elements are whole bytes of 1, 2, 4 or 8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, non_camel_case_types)]
+pub enum Dtype {
+    BOOL,
+    U8,
+    I8,
+    F8_E4M3,
+    F8_E5M2,
+    U16,
+    I16,
+    F16,
+    BF16,
+    U32,
+    I32,
+    F32,
+    U64,
+    I64,
+    F64,
+}
+
+impl Dtype {
+    const ALL: [Self; 15] = [
+        Self::BOOL,
+        Self::U8,
+        Self::I8,
+        Self::F8_E4M3,
+        Self::F8_E5M2,
+        Self::U16,
+        Self::I16,
+        Self::F16,
+        Self::BF16,
+        Self::U32,
+        Self::I32,
+        Self::F32,
+        Self::U64,
+        Self::I64,
+        Self::F64,
+    ];
+    /// The names, as a header spells them.
+    pub const NAMES: [&'static str; 15] = [
+        "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "U16", "I16", "F16", "BF16", "U32", "I32", "F32", "U64", "I64", "F64",
+    ];
+
+    /// Returns the type that a header's word names.
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::NAMES.iter().position(|known| *known == name).map(|index| Self::ALL[index])
+    }
+
+    /// Returns the word for this type.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+
+    /// Returns the bytes of one element.
+    pub fn element_bytes(self) -> u64 {
+        match self {
+            Self::BOOL | Self::U8 | Self::I8 | Self::F8_E4M3 | Self::F8_E5M2 => 1,
+            Self::U16 | Self::I16 | Self::F16 | Self::BF16 => 2,
+            Self::U32 | Self::I32 | Self::F32 => 4,
+            Self::U64 | Self::I64 | Self::F64 => 8,
+        }
+    }
+}
+
+/// One tensor: `start..end` are byte offsets in the data section.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct TensorInfo {
+    pub name: String,
+    pub dtype: Dtype,
+    pub shape: Vec<u64>,
+    pub start: u64,
+    pub end: u64,
+}
+
+/// A checked header; tensors are in the order of their data.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Header {
+    pub metadata: BTreeMap<String, String>,
+    pub tensors: Vec<TensorInfo>,
+}
+
+/// Returns the header's length from a file's first 8 bytes, checked against the file's size.
+pub fn header_bytes(prefix: [u8; 8], file_bytes: u64) -> Result<u64> {
+    let bytes = u64::from_le_bytes(prefix);
+    if bytes > MAX_HEADER_BYTES {
+        return Err(Fault::HeaderTooLarge { bytes }.into());
+    }
+    if bytes > file_bytes.saturating_sub(LENGTH_BYTES) {
+        return Err(Fault::HeaderPastEnd { header_bytes: bytes, file_bytes }.into());
+    }
+    Ok(bytes)
+}
+
+/// Returns the header that `json` (everything between the length and the data) describes, with every rule of the
+/// container checked that does not need the data's values.
+pub fn parse(json: &[u8], data_bytes: u64) -> Result<Header> {
+    let data_start = LENGTH_BYTES + json.len() as u64;
+    if json.len() as u64 > MAX_HEADER_BYTES {
+        return Err(Fault::HeaderTooLarge { bytes: json.len() as u64 }.into());
+    }
+    let text = std::str::from_utf8(json).map_err(|error| Fault::NotUtf8 { at: error.valid_up_to() })?;
+    let (metadata, tensors) = parse_text(text)?;
+    if !data_start.is_multiple_of(DATA_ALIGNMENT) {
+        return Err(Fault::MisalignedData { start: data_start }.into());
+    }
+    let tensors = check_layout(tensors, data_bytes)?;
+    Ok(Header { metadata, tensors })
+}
+
+/// Returns the header of a whole file held in memory and its data section, the values checked too.
+pub fn parse_file(bytes: &[u8]) -> Result<(Header, &[u8])> {
+    let file_bytes = bytes.len() as u64;
+    let (prefix, rest) = bytes.split_first_chunk::<8>().ok_or(Fault::TooShort { bytes: file_bytes })?;
+    let header_len = header_bytes(*prefix, file_bytes)? as usize; // at most 8 MiB
+    let (json, data) = rest.split_at(header_len);
+    let header = parse(json, data.len() as u64)?;
+    check_finite(&header, data)?;
+    Ok((header, data))
+}
+
+/// Returns the length and header of a file with these tensors and metadata, padded so that the data is aligned.
+///
+/// What comes out is parsed again by the writer, so nothing is written that the reader would refuse.
+pub fn encode(tensors: &[TensorInfo], metadata: &BTreeMap<String, String>) -> Vec<u8> {
+    let quote = |text: &str| serde_json::Value::from(text).to_string();
+    let pairs = metadata.iter().map(|(key, value)| format!("{}:{}", quote(key), quote(value)));
+    let mut members = vec![format!("{}:{{{}}}", quote(METADATA), pairs.collect::<Vec<_>>().join(","))];
+    members.extend(tensors.iter().map(|tensor| {
+        let shape = tensor.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+        let (name, dtype, start, end) = (quote(&tensor.name), tensor.dtype.name(), tensor.start, tensor.end);
+        format!(r#"{name}:{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{start},{end}]}}"#)
+    }));
+    let mut json = format!("{{{}}}", members.join(","));
+    while !(LENGTH_BYTES + json.len() as u64).is_multiple_of(DATA_ALIGNMENT) {
+        json.push(' ');
+    }
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(json.as_bytes());
+    bytes
+}
+
+/// Checks that every floating-point value of the data section is finite.
+pub fn check_finite(header: &Header, data: &[u8]) -> Result<()> {
+    for tensor in &header.tensors {
+        let bytes = usize::try_from(tensor.start)
+            .ok()
+            .zip(usize::try_from(tensor.end).ok())
+            .and_then(|(start, end)| data.get(start..end))
+            .ok_or(Fault::Truncated { expected: tensor.end, found: data.len() as u64 })?;
+        if let Some(index) = first_non_finite(tensor.dtype, bytes) {
+            return Err(Error::from(Fault::NonFinite { dtype: tensor.dtype.name(), index }).in_tensor(&tensor.name));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the index of the first NaN or infinite element: one whose exponent bits are all set.
+pub fn first_non_finite(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
+    match dtype {
+        Dtype::BF16 => scan(bytes, |b| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
+        Dtype::F16 => scan(bytes, |b| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
+        Dtype::F32 => scan(bytes, |b| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000),
+        Dtype::F64 => scan(bytes, |b| u64::from_le_bytes(b) & 0x7ff0_0000_0000_0000 == 0x7ff0_0000_0000_0000),
+        Dtype::F8_E4M3 => scan(bytes, |b: [u8; 1]| b[0] & 0x7f == 0x7f), // this format has NaN and no infinity
+        Dtype::F8_E5M2 => scan(bytes, |b: [u8; 1]| b[0] & 0x7c == 0x7c),
+        _ => None,
+    }
+}
+
+fn scan<const N: usize>(bytes: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<u64> {
+    // A block without an early exit vectorises; the exact index is looked for only in a block that has one.
+    const BLOCK: usize = 1024;
+    let (elements, _) = bytes.as_chunks::<N>();
+    for (block_index, block) in elements.chunks(BLOCK).enumerate() {
+        if block.iter().fold(false, |any, element| any | bad(*element)) {
+            let within = block.iter().position(|element| bad(*element))?;
+            return Some((block_index * BLOCK + within) as u64);
+        }
+    }
+    None
+}
+
+/// Returns the tensors in the order of their data, having checked sizes, offsets and alignment.
+fn check_layout(mut tensors: Vec<TensorInfo>, data_bytes: u64) -> Result<Vec<TensorInfo>> {
+    tensors.sort_by(|a, b| (a.start, a.end, &a.name).cmp(&(b.start, b.end, &b.name)));
+    let mut end = 0;
+    for tensor in &tensors {
+        check_tensor(tensor, end).map_err(|error| error.in_tensor(&tensor.name))?;
+        end = tensor.end;
+    }
+    if end > data_bytes {
+        return Err(Fault::Truncated { expected: end, found: data_bytes }.into());
+    }
+    if end < data_bytes {
+        return Err(Fault::TrailingBytes { expected: end, found: data_bytes }.into());
+    }
+    Ok(tensors)
+}
+
+fn check_tensor(tensor: &TensorInfo, previous_end: u64) -> Result<()> {
+    let (start, end, element_bytes) = (tensor.start, tensor.end, tensor.dtype.element_bytes());
+    let found = end.checked_sub(start).ok_or(Fault::Offsets { start, end })?;
+    let expected = tensor.shape.iter().try_fold(element_bytes, |bytes, dimension| bytes.checked_mul(*dimension));
+    if expected != Some(found) {
+        return Err(Fault::SizeMismatch { expected, found }.into());
+    }
+    if start > previous_end {
+        return Err(Fault::Gap { expected: previous_end, found: start }.into());
+    }
+    if start < previous_end {
+        return Err(Fault::Overlap { expected: previous_end, found: start }.into());
+    }
+    if !start.is_multiple_of(element_bytes) {
+        return Err(Fault::MisalignedTensor { start, element_bytes }.into());
+    }
+    Ok(())
+}
+
+type Parsed = (BTreeMap<String, String>, Vec<TensorInfo>);
+
+fn parse_text(text: &str) -> Result<Parsed> {
+    let mut cursor = Cursor { text, at: 0 };
+    let mut metadata = None;
+    let mut tensors: Vec<TensorInfo> = Vec::new();
+    let mut names = HashSet::new();
+    if !text.starts_with('{') {
+        return Err(Fault::Json { at: 0, expected: "'{'" }.into());
+    }
+    cursor.object("the header", |cursor, name| {
+        if name == METADATA {
+            if metadata.is_some() {
+                return Err(Fault::DuplicateMetadataKey { key: name }.into());
+            }
+            metadata = Some(parse_metadata(cursor)?);
+            return Ok(());
+        }
+        if !names.insert(name.clone()) {
+            return Err(Error::from(Fault::DuplicateTensor).in_tensor(&name));
+        }
+        if tensors.len() == MAX_TENSORS {
+            return Err(Fault::TooManyTensors.into());
+        }
+        tensors.push(parse_tensor(cursor, &name).map_err(|error| error.in_tensor(&name))?);
+        Ok(())
+    })?;
+    cursor.skip_space();
+    if cursor.at != text.len() {
+        return Err(cursor.expected("the end of the header"));
+    }
+    Ok((metadata.unwrap_or_default(), tensors))
+}
+
+fn parse_metadata(cursor: &mut Cursor<'_>) -> Result<BTreeMap<String, String>> {
+    let mut metadata = BTreeMap::new();
+    let mut left = MAX_METADATA_BYTES;
+    cursor.object(METADATA, |cursor, key| {
+        if metadata.contains_key(&key) {
+            return Err(Fault::DuplicateMetadataKey { key }.into());
+        }
+        if metadata.len() == MAX_METADATA_KEYS {
+            return Err(Fault::TooManyMetadataKeys.into());
+        }
+        left = left.checked_sub(key.len()).ok_or(Fault::MetadataTooLarge)?;
+        let value = cursor.string("a metadata value", left, || Fault::MetadataTooLarge)?;
+        left -= value.len();
+        metadata.insert(key, value);
+        Ok(())
+    })?;
+    Ok(metadata)
+}
+
+fn parse_tensor(cursor: &mut Cursor<'_>, name: &str) -> Result<TensorInfo> {
+    let (mut dtype, mut shape, mut offsets) = (None, None, None);
+    cursor.object("a tensor", |cursor, field| {
+        let taken = match field.as_str() {
+            "dtype" => dtype.replace(cursor.dtype()?).is_some(),
+            "shape" => shape.replace(cursor.integers("shape", MAX_DIMENSIONS)?).is_some(),
+            "data_offsets" => offsets.replace(cursor.integers("data_offsets", 2)?).is_some(),
+            _ => return Err(Fault::UnknownField { field }.into()),
+        };
+        if taken { Err(Fault::DuplicateField { field }.into()) } else { Ok(()) }
+    })?;
+    let dtype = dtype.ok_or(Fault::MissingField { field: "dtype" })?;
+    let shape = shape.ok_or(Fault::MissingField { field: "shape" })?;
+    let offsets = offsets.ok_or(Fault::MissingField { field: "data_offsets" })?;
+    if let Some(found) = shape.iter().copied().find(|dimension| *dimension > MAX_DIMENSION) {
+        return Err(Fault::Dimension { found }.into());
+    }
+    let &[start, end] = offsets.as_slice() else {
+        return Err(Fault::WrongType { at: cursor.at, what: "data_offsets", expected: "two integers" }.into());
+    };
+    Ok(TensorInfo { name: name.to_owned(), dtype, shape, start, end })
+}
+
+/// A place in the header's text, always on a character boundary.
+struct Cursor<'a> {
+    text: &'a str,
+    at: usize,
+}
+
+impl Cursor<'_> {
+    fn peek(&self) -> Option<u8> {
+        self.text.as_bytes().get(self.at).copied()
+    }
+
+    fn expected(&self, expected: &'static str) -> Error {
+        Fault::Json { at: self.at, expected }.into()
+    }
+
+    fn wrong_type(&self, what: &'static str, expected: &'static str) -> Error {
+        Fault::WrongType { at: self.at, what, expected }.into()
+    }
+
+    fn skip_space(&mut self) {
+        while matches!(self.peek(), Some(b' ' | b'\t' | b'\n' | b'\r')) {
+            self.at += 1;
+        }
+    }
+
+    /// Skips white space, then takes `byte` if it is next.
+    fn take(&mut self, byte: u8) -> bool {
+        self.skip_space();
+        let found = self.peek() == Some(byte);
+        self.at += usize::from(found);
+        found
+    }
+
+    /// Reads an object; `member` gets each key and must read its value.
+    fn object(&mut self, what: &'static str, mut member: impl FnMut(&mut Self, String) -> Result<()>) -> Result<()> {
+        if !self.take(b'{') {
+            return Err(self.wrong_type(what, "an object"));
+        }
+        if self.take(b'}') {
+            return Ok(());
+        }
+        loop {
+            self.skip_space();
+            if self.peek() != Some(b'"') {
+                return Err(self.expected("a key in quotes"));
+            }
+            let at = self.at;
+            let key = self.string("a key", MAX_NAME_BYTES, || Fault::NameTooLong { at })?;
+            if !self.take(b':') {
+                return Err(self.expected("':'"));
+            }
+            member(self, key)?;
+            if self.take(b'}') {
+                return Ok(());
+            }
+            if !self.take(b',') {
+                return Err(self.expected("',' or '}'"));
+            }
+        }
+    }
+
+    /// Reads a list of at most `most` unsigned integers.
+    fn integers(&mut self, what: &'static str, most: usize) -> Result<Vec<u64>> {
+        const EXPECTED: &str = "a list of unsigned integers below 2^64";
+        if !self.take(b'[') {
+            return Err(self.wrong_type(what, EXPECTED));
+        }
+        let mut numbers = Vec::new();
+        if self.take(b']') {
+            return Ok(numbers);
+        }
+        loop {
+            self.skip_space();
+            if numbers.len() == most {
+                return Err(match what {
+                    "shape" => Fault::TooManyDimensions.into(),
+                    _ => self.wrong_type(what, "two integers"),
+                });
+            }
+            numbers.push(self.integer().ok_or_else(|| self.wrong_type(what, EXPECTED))?);
+            if self.take(b']') {
+                return Ok(numbers);
+            }
+            if !self.take(b',') {
+                return Err(self.expected("',' or ']'"));
+            }
+        }
+    }
+
+    /// Reads digits that JSON allows as an unsigned integer (no sign, no leading zero, no fraction or exponent).
+    fn integer(&mut self) -> Option<u64> {
+        let rest = &self.text[self.at..];
+        let digits = &rest[..rest.bytes().take_while(u8::is_ascii_digit).count()];
+        let followed_by = rest.as_bytes().get(digits.len());
+        if (digits.len() > 1 && digits.starts_with('0')) || matches!(followed_by, Some(b'.' | b'e' | b'E')) {
+            return None;
+        }
+        let number = digits.parse().ok()?;
+        self.at += digits.len();
+        Some(number)
+    }
+
+    fn dtype(&mut self) -> Result<Dtype> {
+        let at = self.at;
+        let found = self.string("dtype", MAX_NAME_BYTES, || Fault::NameTooLong { at })?;
+        Dtype::parse(&found).ok_or_else(|| Fault::UnknownDtype { found }.into())
+    }
+
+    /// Reads a string of at most `most` bytes, its escapes decoded.
+    fn string(&mut self, what: &'static str, most: usize, too_long: impl Fn() -> Fault) -> Result<String> {
+        if !self.take(b'"') {
+            return Err(self.wrong_type(what, "a string"));
+        }
+        let mut text = String::new();
+        loop {
+            let rest = &self.text[self.at..];
+            let plain = rest.bytes().take_while(|byte| !matches!(byte, b'"' | b'\\' | 0..0x20)).count();
+            if text.len() + plain > most {
+                return Err(too_long().into());
+            }
+            text.push_str(&rest[..plain]);
+            self.at += plain;
+            match self.peek() {
+                Some(b'"') => {
+                    self.at += 1;
+                    return Ok(text);
+                }
+                Some(b'\\') => {
+                    let character = self.escape().ok_or_else(|| self.expected("an escape that JSON knows"))?;
+                    if text.len() + character.len_utf8() > most {
+                        return Err(too_long().into());
+                    }
+                    text.push(character);
+                }
+                Some(_) => return Err(self.expected("a character that is no control character")),
+                None => return Err(self.expected("the end of a string")),
+            }
+        }
+    }
+
+    /// Reads one escape, `\uD83D\uDE00` pairs included; a lone surrogate is none.
+    fn escape(&mut self) -> Option<char> {
+        let letter = *self.text.as_bytes().get(self.at + 1)?;
+        self.at += 2;
+        Some(match letter {
+            b'"' | b'\\' | b'/' => char::from(letter),
+            b'b' => '\u{8}',
+            b'f' => '\u{c}',
+            b'n' => '\n',
+            b'r' => '\r',
+            b't' => '\t',
+            b'u' => {
+                let high = self.hex()?;
+                if (0xd800..0xdc00).contains(&high) {
+                    if !self.text.as_bytes()[self.at..].starts_with(b"\\u") {
+                        return None;
+                    }
+                    self.at += 2;
+                    let low = self.hex()?;
+                    char::decode_utf16([high, low]).next()?.ok()?
+                } else {
+                    char::from_u32(u32::from(high))?
+                }
+            }
+            _ => return None,
+        })
+    }
+
+    fn hex(&mut self) -> Option<u16> {
+        let digits = self.text.as_bytes().get(self.at..self.at + 4)?;
+        let value = digits.iter().try_fold(0u16, |value, digit| {
+            Some(value << 4 | char::from(*digit).to_digit(16)? as u16) // a digit is below 16
+        })?;
+        self.at += 4;
+        Some(value)
+    }
+}

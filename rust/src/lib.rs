@@ -1,0 +1,28 @@
+//! The core of RidgeFill: everything that needs neither a model nor Python.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`error`] | one variant per failure; its message names file and tensor |
+//! | [`header`] | bytes -> [`header::Header`]: the strict container rules (pure) |
+//! | [`mapfile`] | open once, fstat, read or map |
+//! | [`writer`] | the atomic write |
+//! | [`schema`] | map-file version 1, and the fingerprint: refuse or warn |
+//! | [`rule`] | the decision rule: which rows of a step are filled (pure) |
+//! | [`cost`] | floating-point operations of an exact and of a filled prefill (pure) |
+//! | `python` | the extension module; the only file that names pyo3 (feature `python`) |
+//!
+//! Imports point one way: python -> {cost -> rule, schema -> mapfile -> header, writer -> header} -> error.
+
+#![deny(missing_docs, unsafe_code)]
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used))]
+
+pub mod cost;
+pub mod error;
+pub mod header;
+pub mod mapfile;
+pub mod rule;
+pub mod schema;
+pub mod writer;
+
+#[cfg(feature = "python")]
+mod python;
