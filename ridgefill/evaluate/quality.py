@@ -1,0 +1,317 @@
+"""How far filled prefills are from stock: KL, loss and top-1 on the exact tail, beside controls that must fail."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import log_softmax
+
+from ridgefill.attachment import attach
+from ridgefill.capture import special_prefix
+from ridgefill.demo import KINDS, standard_texts
+from ridgefill.errors import RidgeFillError
+from ridgefill.layout import decoder_layout
+from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Rows whose logits are compared at once: 128 rows of 50,000 words take 25 MB in float32, 100 MB with what is derived.
+_SCORE_ROWS = 128
+VARIANTS = ("fill", "no bulk", "identity", "head=0", "swapped")
+
+
+@dataclass(frozen=True)
+class Window:
+    """One prompt of held-out text: ``ids`` is ``[1, tokens]`` int64."""
+
+    kind: str
+    name: str
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Score:
+    """One variant against stock on one window's tail; losses and KL are means in nats per token.
+
+    Attributes:
+        kl: KL(stock || variant) over all tail positions.
+        dnll: loss minus stock's over the whole tail (its last position has no next token and is left out).
+        dnll_end: the same over the last ``end_tokens`` positions.
+        top1: share of tail positions where both name the same most likely token.
+        rows_filled: rows of each late layer that were predicted; 0 for the control that fills nothing.
+    """
+
+    kl: float
+    dnll: float
+    dnll_end: float
+    end_tokens: int
+    top1: float
+    rows_filled: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of an evaluation: which window, split and variant, and its score."""
+
+    kind: str
+    window: str
+    split: int
+    variant: str
+    score: Score
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+def held_out_windows(tokenizer: Any, *, tokens: int, per_kind: int, kinds: Sequence[str] = KINDS) -> list[Window]:
+    """Return ``per_kind`` prompts of ``tokens`` ids for each kind, from standard texts that calibration never sees.
+
+    A kind's texts are joined in their order, each cut at four windows' length so that no module dominates, tokenised,
+    and cut into windows that do not overlap; the chosen ones are evenly spaced. A window starts with whatever the
+    tokenizer puts before a text.
+
+    Raises:
+        RidgeFillError: a kind holds fewer windows of this length.
+    """
+    prefix = special_prefix(tokenizer)
+    room = tokens - len(prefix)
+    if room < 1 or per_kind < 1:
+        raise RidgeFillError(f"windows of {tokens} tokens, {per_kind} per kind: both must hold at least one")
+    windows = []
+    for kind in kinds:
+        ids: list[int] = []
+        starts: list[tuple[int, str]] = []
+        for name, text in standard_texts(kind, "held-out"):
+            starts.append((len(ids), name))
+            ids += tokenizer(text, add_special_tokens=False)["input_ids"][: 4 * tokens]
+        count = len(ids) // room
+        if count < per_kind:
+            raise RidgeFillError(
+                f"the held-out {kind} texts hold {count} windows of {tokens} tokens, {per_kind} were asked for; "
+                "ask for fewer or shorter windows"
+            )
+        for number in range(per_kind):
+            at = (number * count // per_kind) * room
+            name = next(name for start, name in reversed(starts) if start <= at)
+            windows.append(Window(kind, f"{name}@{at}", torch.tensor([prefix + ids[at : at + room]])))
+    return windows
+
+
+# --- scores --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def prefill_logits(model: nn.Module, ids: torch.Tensor, tail: int, cache: Any = None) -> torch.Tensor:
+    """Return the logits of the last ``tail`` positions, ``[tail, vocab]``, of one prefill of ``ids`` ``[1, rows]``."""
+    arguments = {} if cache is None else {"past_key_values": cache}
+    logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=tail, **arguments).logits[0]
+    return logits
+
+
+def score_tail(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, *, rows_filled: int) -> Score:
+    """Compare two sets of tail logits, ``[tail, vocab]`` in any float dtype, computed in float32.
+
+    ``ids`` is the whole prompt ``[1, rows]``; its last ``tail`` positions belong to the logits. The end window is the
+    last 512 tokens of a tail of 1,024 or more, else the last half of the tail.
+
+    Raises:
+        RidgeFillError: the shapes do not match, or a logit is not finite.
+    """
+    tail = stock.shape[0]
+    if stock.shape != other.shape or ids.shape[1] < tail or tail < 2:
+        raise RidgeFillError(
+            f"tail logits {tuple(stock.shape)} and {tuple(other.shape)} of a prompt {tuple(ids.shape)} do not match"
+        )
+    labels = ids[0, -tail:].roll(-1)  # the last one wraps round; its loss is left out below
+    kl, loss_difference, agree = [], [], []
+    for start in range(0, tail, _SCORE_ROWS):
+        rows = slice(start, start + _SCORE_ROWS)
+        p, q = log_softmax(stock[rows].float(), -1), log_softmax(other[rows].float(), -1)  # [rows, vocab]
+        kl.append((p.exp() * (p - q)).sum(-1))
+        label = labels[rows].to(p.device).unsqueeze(1)
+        loss_difference.append((p.gather(1, label) - q.gather(1, label)).squeeze(1))
+        agree.append(p.argmax(-1) == q.argmax(-1))
+    kl_rows, dnll_rows = torch.cat(kl).double(), torch.cat(loss_difference).double()[:-1]
+    if not (bool(torch.isfinite(kl_rows).all()) and bool(torch.isfinite(dnll_rows).all())):
+        raise RidgeFillError("a logit is not finite; use float32 or bfloat16 and check the model's weights")
+    end_tokens = min(512, tail // 2)
+    return Score(
+        kl=float(kl_rows.mean()),
+        dnll=float(dnll_rows.mean()),
+        dnll_end=float(dnll_rows[-end_tokens:].mean()),
+        end_tokens=end_tokens,
+        top1=float(torch.cat(agree).double().mean()),
+        rows_filled=rows_filled,
+    )
+
+
+def score_fill(
+    model: nn.Module,
+    maps: RidgeMaps,
+    ids: torch.Tensor,
+    stock: torch.Tensor,
+    *,
+    split: int,
+    tail: int,
+    head: int = 4,
+    min_bulk: int = 256,
+) -> Score:
+    """Attach ``maps``, prefill ``ids`` ``[1, rows]`` and compare with ``stock`` logits ``[tail, vocab]``.
+
+    Raises:
+        RidgeFillError: no row was filled. A run that filled nothing is an error, never a pass.
+    """
+    with attach(model, maps, split=split, tier="speed", tail=tail, head=head, min_bulk=min_bulk) as attachment:
+        logits = prefill_logits(model, ids, tail)
+        status = attachment.status()
+    if not status["rows_filled"]:
+        raise RidgeFillError(f"nothing was filled, so there is nothing to score: {status['reason']}")
+    return score_tail(stock, logits, ids, rows_filled=int(status["rows_filled"]))
+
+
+# --- controls ------------------------------------------------------------------------------------------------------
+
+
+def identity_maps(maps: RidgeMaps) -> RidgeMaps:
+    """Return maps that hand the stream on as it is: ``W`` = identity (other features ignored), ``b`` = 0."""
+
+    def identity(layer_map: LayerMap) -> LayerMap:
+        weight = torch.zeros_like(layer_map.weight)
+        weight.fill_diagonal_(1)
+        return replace(layer_map, weight=weight, bias=torch.zeros_like(layer_map.bias), metrics={})
+
+    splits = {
+        split: replace(maps_, layers={layer: identity(m) for layer, m in maps_.layers.items()})
+        for split, maps_ in maps.splits.items()
+    }
+    return replace(maps, splits=splits)
+
+
+def swapped_maps(maps: RidgeMaps, split: int, a: int, b: int) -> RidgeMaps:
+    """Return ``maps`` with the maps of late layers ``a`` and ``b`` of one split exchanged.
+
+    Raises:
+        RidgeFillError: one of them has no map, or both are the same layer.
+    """
+    chosen: SplitMaps = maps.at(split)
+    if a == b or a not in chosen.layers or b not in chosen.layers:
+        raise RidgeFillError(f"cannot swap the maps of layers {a} and {b}: split {split} maps {sorted(chosen.layers)}")
+    layers = dict(chosen.layers)
+    layers[a] = replace(chosen.layers[b], layer=a)
+    layers[b] = replace(chosen.layers[a], layer=b)
+    return replace(maps, splits={**maps.splits, split: replace(chosen, layers=layers)})
+
+
+@contextmanager
+def late_layers_without_bulk(model: nn.Module, *, split: int, head: int, tail: int, rows: int) -> Iterator[None]:
+    """Hide the bulk from layers ``split`` and later while a prompt's tail runs over the exact cache of its first rows.
+
+    Columns of absolute positions ``[head, rows - tail)`` are masked; everything else stays the model's own. A fill that
+    does not beat this control is worth nothing.
+
+    Raises:
+        RidgeFillError: (inside) a late layer got no 4-D mask, so that nothing could be hidden from it.
+    """
+
+    def hide(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        mask = kwargs.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
+            found = f"{mask.ndim}-D" if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise RidgeFillError(f"cannot hide the bulk: {type(module).__name__} got a mask that is {found}, not 4-D")
+        # A sliding layer's cache ends at the same row but may begin later: column j is position rows - columns + j.
+        first = rows - mask.shape[-1]
+        hidden = slice(max(0, head - first), max(0, rows - tail - first))
+        mask = mask.clone()
+        mask[..., hidden] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        return args, {**kwargs, "attention_mask": mask}
+
+    late = list(decoder_layout(model).layers)[split:]
+    handles = []
+    try:
+        handles += [layer.register_forward_pre_hook(hide, with_kwargs=True) for layer in late]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class ExactPrefix:
+    """The exact cache of a prompt's rows before its tail, from which controls start; built once, copied for each."""
+
+    def __init__(self, model: nn.Module, ids: torch.Tensor, tail: int) -> None:
+        self._model, self._ids, self._tail = model, ids, tail
+        with torch.no_grad():
+            output: Any = model(ids[:, :-tail], use_cache=True, logits_to_keep=1)
+        self._cache = output.past_key_values
+
+    def tail_logits(self) -> torch.Tensor:
+        """Stock's tail logits ``[tail, vocab]`` over a copy of the cache."""
+        return prefill_logits(self._model, self._ids[:, -self._tail :], self._tail, copy.deepcopy(self._cache))
+
+    def score_without_bulk(self, stock: torch.Tensor, *, split: int, head: int = 4) -> Score:
+        """The score of late layers that see no bulk row at all."""
+        rows = self._ids.shape[1]
+        with late_layers_without_bulk(self._model, split=split, head=head, tail=self._tail, rows=rows):
+            logits = self.tail_logits()
+        return score_tail(stock, logits, self._ids, rows_filled=0)
+
+
+# --- the whole table -----------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: nn.Module,
+    maps: RidgeMaps,
+    windows: Sequence[Window],
+    *,
+    splits: Sequence[int],
+    tail: int,
+    head: int = 4,
+    variants: Sequence[str] = VARIANTS,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Result]:
+    """Score every variant at every split on every window, all against the same one-shot stock prefill.
+
+    Variants: ``fill`` (the product), and controls: ``no bulk`` (late layers that see no bulk row), ``identity`` (the
+    stream handed on), ``head=0`` (no exact head rows), ``swapped`` (the maps of the first and the last mapped layer
+    exchanged). ``progress(done, total)`` counts windows. Cost: about one stock prefill for each scored variant.
+
+    Raises:
+        RidgeFillError: an unknown variant; a split the maps lack; a fill that filled nothing.
+    """
+    if unknown := set(variants) - set(VARIANTS):
+        raise RidgeFillError(f"unknown variants {sorted(unknown)}; known: {VARIANTS}")
+    identity = identity_maps(maps)
+    swapped = {split: swapped_maps(maps, split, *_swapped_layers(maps.at(split))) for split in splits}
+    results = []
+    for done, window in enumerate(windows):
+        if progress is not None:
+            progress(done, len(windows))
+        ids = window.ids
+        stock = prefill_logits(model, ids, tail)
+        prefix = ExactPrefix(model, ids, tail) if "no bulk" in variants else None
+        for split in splits:
+            for variant in variants:
+                if variant == "no bulk" and prefix is not None:
+                    score = prefix.score_without_bulk(stock, split=split, head=head)
+                else:
+                    used = {"identity": identity, "swapped": swapped[split]}.get(variant, maps)
+                    exact_head = 0 if variant == "head=0" else head
+                    score = score_fill(model, used, ids, stock, split=split, tail=tail, head=exact_head)
+                results.append(Result(window.kind, window.name, split, variant, score))
+    if progress is not None:
+        progress(len(windows), len(windows))
+    return results
+
+
+def _swapped_layers(split_maps: SplitMaps) -> tuple[int, int]:
+    layers = sorted(split_maps.layers)
+    if len(layers) < 2:
+        raise RidgeFillError(f"split {split_maps.split} maps {len(layers)} layers; swapping needs two")
+    return layers[0], layers[-1]
