@@ -1,0 +1,253 @@
+"""Time to first token, exact and filled, against the ratio that FLOPs allow.
+
+    python benches/ttft.py                      every case below, both dtypes
+    python benches/ttft.py --case smollm2 --dtype bfloat16 --rounds 5
+    python benches/ttft.py --overhead           what an attachment costs a call that does not fill
+    python benches/ttft.py --memory             peak memory of one exact and one filled prefill, each in its own process
+
+TTFT is the wall time of ``model(ids, use_cache=True, logits_to_keep=1)``. Before anything is timed, the construction
+is checked: the plumb tier (true block inputs) must give stock's logits. Exact and filled calls alternate in one run;
+figures are medians. Maps are random unless --maps names a file: time does not depend on what they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ridgefill
+import torch
+from ridgefill import _core
+from ridgefill.layout import decoder_layout, fingerprint, model_shape
+from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one setting of the fill."""
+
+    split: int
+    tail: int
+    tokens: int
+    bar: float
+
+
+CASES = {
+    "llama-1b": Case(split=8, tail=512, tokens=4096, bar=0.92),
+    "smollm2": Case(split=15, tail=512, tokens=8192, bar=0.88),
+}
+
+
+def load(name: str, dtype: torch.dtype) -> nn.Module:
+    """A 1B-shaped Llama with random weights, or SmolLM2-135M with its own."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if name == "smollm2":
+        from ridgefill.demo import model_folder
+
+        return AutoModelForCausalLM.from_pretrained(model_folder("smollm2-135m"), dtype=dtype).eval()
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_maps(model: nn.Module, split: int) -> RidgeMaps:
+    """Maps of the right shapes that keep the residual stream's scale."""
+    layout = decoder_layout(model)
+    d = layout.hidden_size
+    layers = {
+        layer: LayerMap(layer, (torch.randn(d, d) / d**0.5).to(torch.bfloat16), torch.zeros(d))
+        for layer in range(split + 1, layout.num_layers)
+    }
+    fit = {"rows": 1, "held_out_rows": 0, "head": 4, "window_tokens": 1, "texts": []}
+    return RidgeMaps(fingerprint(model), fit, {split: SplitMaps(split, layers)}, split)
+
+
+def first_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The logits that the first token is chosen from, ``[vocab]``."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=1).logits[0, -1]
+        return logits
+
+
+def check(model: nn.Module, maps: RidgeMaps, case: Case, ids: torch.Tensor) -> float:
+    """The plumb tier's largest logit difference to stock, relative to the largest logit; stops when it is large."""
+    stock = first_logits(model, ids)
+    with ridgefill.attach(model, maps, split=case.split, tier="plumb", tail=case.tail) as attachment:
+        plumb = first_logits(model, ids)
+        if attachment.status()["rows_filled"] == 0:
+            raise SystemExit(f"nothing was filled: {attachment.status()['reason']}")
+    difference = float((plumb.float() - stock.float()).abs().max() / stock.float().abs().max())
+    if difference > (1e-4 if stock.dtype == torch.float32 else 5e-2):
+        raise SystemExit(f"plumb is not stock: relative logit difference {difference:.2e}")
+    return difference
+
+
+def time_case(name: str, dtype: torch.dtype, rounds: int, tokens: int | None, maps_path: str | None) -> dict[str, Any]:
+    """Check, then time exact and filled calls in turn."""
+    case = CASES[name]
+    case = Case(case.split, case.tail, tokens or case.tokens, case.bar)
+    model = load(name, dtype)
+    ids = torch.randint(5, model.config.vocab_size, (1, case.tokens), generator=torch.Generator().manual_seed(0))
+    maps = RidgeMaps.load(maps_path) if maps_path else random_maps(model, case.split)
+    difference = check(model, maps, case, ids)
+    exact, filled, parts = [], [], []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        first_logits(model, ids)
+        exact.append(time.perf_counter() - started)
+        with ridgefill.attach(model, maps, split=case.split, tail=case.tail) as attachment:
+            started = time.perf_counter()
+            first_logits(model, ids)
+            filled.append(time.perf_counter() - started)
+            status = attachment.status()
+            parts.append(status["timings"])
+    cost = _core.prefill_cost(
+        json.dumps(model_shape(model)), prompt_tokens=case.tokens, split=case.split, tail=case.tail, head=4
+    )
+    if status["rows_filled"] != cost.rows_filled:
+        raise SystemExit(f"{status['rows_filled']} rows were filled, the cost model counts {cost.rows_filled}")
+    ratio = statistics.median(e / f for e, f in zip(exact, filled, strict=True))
+    return {
+        "case": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": case.tokens,
+        "split": case.split,
+        "tail": case.tail,
+        "rows_filled": status["rows_filled"],
+        "exact_s": statistics.median(exact),
+        "filled_s": statistics.median(filled),
+        "ratio": ratio,
+        "ratio_flops_allow": cost.ratio,
+        "of_limit": ratio / cost.ratio,
+        "bar": case.bar,
+        "rounds": rounds,
+        "plumb_logit_difference": difference,
+        "parts_ms": {part: statistics.median(p[part] for p in parts) for part in parts[0]},
+    }
+
+
+def time_overhead(repeats: int = 1000) -> dict[str, Any]:
+    """What an attachment adds to a decode step and to a short prompt: medians over alternating calls."""
+    model = load("smollm2", torch.bfloat16)
+    maps = random_maps(model, 15)
+    argument = "cache" if "cache" in decoder_layout(model).cache_argument else "past_key_values"
+    with torch.inference_mode():
+        output = model(torch.arange(64).unsqueeze(0), use_cache=True)
+        cache = getattr(output, argument)
+        token = torch.tensor([[7]])
+        plain, attached = [], []
+        for _ in range(repeats):
+            for times in (plain, attached):
+                attachment = ridgefill.attach(model, maps) if times is attached else None
+                started = time.perf_counter()
+                model(token, use_cache=True, logits_to_keep=1, **{argument: cache})
+                times.append(time.perf_counter() - started)
+                cache.crop(-1)
+                if attachment is not None:
+                    attachment.detach()
+    return {
+        "decode_step_us": 1e6 * statistics.median(plain),
+        "decode_step_attached_us": 1e6 * statistics.median(attached),
+        "added_us": 1e6 * statistics.median(a - p for a, p in zip(attached, plain, strict=True)),
+        "repeats": repeats,
+    }
+
+
+def peak_memory(name: str, dtype: torch.dtype, filled: bool, tokens: int | None) -> None:
+    """Print what one prefill adds to this process's peak resident memory, in MiB."""
+    case = CASES[name]
+    model = load(name, dtype)
+    maps = random_maps(model, case.split)
+    ids = torch.randint(5, model.config.vocab_size, (1, tokens or case.tokens))
+    attachment = ridgefill.attach(
+        model, maps, split=case.split, tail=case.tail, tier="speed" if filled else "exact"
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    first_logits(model, ids)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = attachment.status()["rows_filled"]
+    print(json.dumps({"before_mib": before / 1024, "peak_mib": after / 1024, "rows_filled": rows}))
+
+
+def compare_memory(name: str, dtype: str, tokens: int | None) -> dict[str, Any]:
+    """Peak resident memory of an exact and a filled prefill, each in a process of its own."""
+    result: dict[str, Any] = {"case": name, "dtype": dtype}
+    for which in ("exact", "filled"):
+        command = [sys.executable, __file__, "--case", name, "--dtype", dtype, "--peak", which]
+        command += ["--tokens", str(tokens)] if tokens else []
+        result[which] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return result
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=sorted(CASES), action="append", help="default: all")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), action="append", help="default: both")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, help="another prompt length")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--maps", help="a map file; default: random maps")
+    parser.add_argument("--overhead", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--peak", choices=("exact", "filled"), help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    cases, dtypes = options.case or sorted(CASES), options.dtype or ["bfloat16", "float32"]
+    if options.peak:
+        peak_memory(cases[0], getattr(torch, dtypes[0]), options.peak == "filled", options.tokens)
+        return
+    print(
+        f"# {platform.processor() or platform.machine()}, {os.cpu_count()} cores, {options.threads} threads, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, ridgefill {ridgefill.__version__}",
+        file=sys.stderr,
+    )
+    if options.overhead:
+        print(json.dumps(time_overhead()))
+        return
+    for name in cases:
+        for dtype in dtypes:
+            if options.memory:
+                print(json.dumps(compare_memory(name, dtype, options.tokens)), flush=True)
+                continue
+            result = time_case(name, getattr(torch, dtype), options.rounds, options.tokens, options.maps)
+            if options.json:
+                print(json.dumps(result), flush=True)
+                continue
+            print(
+                f"{name} {result['dtype']}: {result['tokens']} tokens, {result['rows_filled']} rows filled, "
+                f"exact {result['exact_s']:.2f} s, filled {result['filled_s']:.2f} s, ratio {result['ratio']:.2f} of "
+                f"{result['ratio_flops_allow']:.2f} that FLOPs allow = {result['of_limit']:.2f} (bar {result['bar']}), "
+                f"plumb logits within {result['plumb_logit_difference']:.1e}, median of {result['rounds']}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

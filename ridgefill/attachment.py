@@ -1,0 +1,328 @@
+"""Attach maps to a model: life cycle, what each call does, and the status that tells."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ridgefill import _core, caches, prefill
+from ridgefill.eligibility import FillRule, Signature, prepare, step_rows
+from ridgefill.errors import AlreadyAttachedError, AttachError
+from ridgefill.layout import decoder_layout, fingerprint
+from ridgefill.maps import RidgeMaps
+from ridgefill.synth import resident_maps
+from ridgefill.writers import late_layer_writers
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+TIERS = ("exact", "speed", "plumb")
+_HISTORY_CALLS = 256
+_log = logging.getLogger("ridgefill")
+
+# An attachment lives as long as its model, whether or not the caller keeps it.
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+_ATTACH_LOCK = threading.Lock()
+
+
+@dataclass
+class _Call:
+    """A filled call between its pre-hook and its end."""
+
+    step: prefill.Step
+    step_end: int
+    reason: str
+    restore: Callable[[], None]
+    started: float
+    tail_started: float = 0.0
+
+
+class _Calls(threading.local):
+    current: _Call | None = None
+
+
+@dataclass
+class Attachment:
+    """Maps attached to one model; made by `attach`, ended by `detach` or by leaving the ``with`` block."""
+
+    tier: str
+    rule: FillRule
+    settings: prefill.FillSettings
+    warnings: list[str]
+    tokenizer: str
+    maps_path: str | None
+    map_bytes: int
+    signature: Signature
+    model: weakref.ref[nn.Module]
+    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = _Calls()
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Remove every hook; the model is bit for bit what it was. Detaching twice does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+        model = self.model()
+        if model is not None and _ATTACHED.get(model) is self:
+            del _ATTACHED[model]
+
+    def status(self) -> dict[str, Any]:
+        """What is attached and what the last prefill did, ready for JSON.
+
+        ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. Decode
+        steps are counted in ``counters``, and do not replace the prefill before them.
+        """
+        with self._lock:
+            last = self.history[-1] if self.history else _record("no prefill has been seen yet")
+            writers = self.settings.writers.items()
+            return {
+                "attached": bool(self._handles),
+                "tier": self.tier,
+                "split": self.settings.split,
+                "tail": self.rule.tail,
+                "head": self.rule.head,
+                "min_bulk": self.rule.min_bulk,
+                **last,
+                "maps": self.maps_path,
+                "map_bytes": self.map_bytes,
+                "tokenizer": self.tokenizer,
+                "writers": {i: w.name for i, w in writers},
+                "writer_reasons": sorted({w.reason for _, w in writers if w.name != "direct"}),
+                "warnings": list(self.warnings),
+                "counters": dict(self.counters),
+            }
+
+    # What the hooks call.
+
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Fill an eligible call and return the arguments with which the stock forward does the tail."""
+        if self._calls.current is not None:
+            self._abandon()  # an interrupt ended the last call without its forward hook
+        rows = step_rows(self.signature, args, kwargs)
+        if rows == 1:
+            self.counters["decode"] += 1
+            return None
+        if rows < self.rule.tail + self.rule.min_bulk:
+            self._run_exact(f"{rows} rows are fewer than tail={self.rule.tail} and min_bulk={self.rule.min_bulk}")
+            return None
+        if self.tier == "exact":
+            self._run_exact("the tier is exact")
+            return None
+        started = time.perf_counter()
+        arguments = self.signature.bind(args, kwargs)
+        step, reason = prepare(model, self.settings.layout, self.rule, self.signature, arguments)
+        if step is None:
+            self._run_exact(reason, log=True)
+            return None
+        call = _Call(step, step.cached_tokens + rows, reason, caches.entry_state(step.cache), started)
+        self._calls.current = call
+        try:
+            prefill.fill(self.settings, step)
+        except BaseException:
+            self._abandon()
+            raise
+        call.tail_started = time.perf_counter()
+        return (), self._tail_arguments(arguments, step)
+
+    def _tail_arguments(self, arguments: dict[str, Any], step: prefill.Step) -> dict[str, Any]:
+        cut = step.fill_end - step.cached_tokens
+        tail = {name: value for name, value in arguments.items() if name not in ("cache", "past_key_values")}
+        tail.update({name: tensor[:, cut:] for name, tensor in step.inputs.items()})
+        if step.position_ids is not None:
+            tail["position_ids"] = step.position_ids[:, cut:]
+        tail["attention_mask"] = step.padding
+        tail[self.signature.cache_argument] = step.cache
+        return tail
+
+    def _end(self, output: Any) -> None:
+        """Record a filled call, or undo it when the tail's forward raised (there is no output then)."""
+        call = self._calls.current
+        if call is None:
+            return
+        if output is None:
+            self._abandon()
+            return
+        self._calls.current = None
+        step, now = call.step, time.perf_counter()
+        record = _record(
+            call.reason,
+            spans={
+                "head": [step.cached_tokens, step.fill_start],
+                "fill": [step.fill_start, step.fill_end],
+                "tail": [step.fill_end, call.step_end],
+            },
+            rows_filled=step.fill_end - step.fill_start,
+            timings={
+                **step.timings,
+                "tail_ms": 1e3 * (now - call.tail_started),
+                "total_ms": 1e3 * (now - call.started),
+            },
+        )
+        with self._lock:
+            self.history.append(record)
+            self.counters["filled"] += 1
+
+    def _abandon(self) -> None:
+        """Give the caller's cache its rows at entry back."""
+        call, self._calls.current = self._calls.current, None
+        if call is not None:
+            call.restore()
+            with self._lock:
+                self.counters["undone after an exception"] += 1
+
+    def _run_exact(self, reason: str, *, log: bool = False) -> None:
+        with self._lock:
+            first = reason not in self.counters
+            self.counters[reason] += 1
+            self.history.append(_record(reason))
+        if log and first:
+            _log.warning("a long prefill runs stock: %s", reason)
+
+
+def attach(
+    model: nn.Module,
+    maps: RidgeMaps | str | os.PathLike[str],
+    *,
+    split: int | None = None,
+    tier: str = "speed",
+    tail: int = 512,
+    head: int = 4,
+    min_bulk: int = 256,
+    tokenizer: Any = None,
+) -> Attachment:
+    """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
+
+    Every later ``model(...)`` or ``model.generate(...)`` works unchanged. Calls that cannot be filled run stock, and
+    ``status()`` says why. The attachment lives until `Attachment.detach`, the end of its ``with`` block, or the
+    model's own end.
+
+    Args:
+        model: the model, on its devices, in any floating dtype.
+        maps: a map file's path, or maps already loaded or fitted.
+        split: the first late layer; None takes the file's default.
+        tier: ``speed`` fills; ``exact`` never does; ``plumb`` fills with the true block inputs (the oracle: slower
+            than stock, equal to it).
+        tail: the last rows of a prompt that stay exact, in tokens.
+        head: the first rows that stay exact. They are attention sinks: 0 is a control that ruins the answer.
+        min_bulk: fewer bulk rows than this are not worth a fill.
+        tokenizer: checked against the file's tokenizer hash when given.
+
+    Raises:
+        MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
+        MapMismatchError: the maps were fitted for another model, by name of what differs.
+        UnsupportedModelError: this model can never be filled.
+        AlreadyAttachedError: the model has an attachment; detach it first.
+        AttachError: a parameter is out of range.
+    """
+    if tier not in TIERS:
+        raise AttachError(f"unknown tier {tier!r}; known: {', '.join(TIERS)}")
+    for name, value, least in (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise AttachError(f"{name} must be an integer of at least {least}, found {value!r}")
+    with _ATTACH_LOCK:
+        if model in _ATTACHED:
+            raise AlreadyAttachedError(f"{type(model).__name__} already has maps attached; call detach() first")
+        layout = decoder_layout(model)
+        loaded = maps if isinstance(maps, RidgeMaps) else RidgeMaps.load(maps)
+        found = fingerprint(model, tokenizer)
+        warnings = [
+            message for _, message in _core.compare_fingerprints(json.dumps(loaded.fingerprint), json.dumps(found))
+        ]
+        split_maps = loaded.at(split)
+        writers, rotary_modules = late_layer_writers(layout, split_maps.split)
+        attachment = Attachment(
+            tier=tier,
+            rule=FillRule(tail=tail, head=head, min_bulk=min_bulk),
+            settings=prefill.FillSettings(
+                layout=layout,
+                split=split_maps.split,
+                maps={} if tier == "plumb" else resident_maps(split_maps, layout),
+                writers=writers,
+                rotary_modules=rotary_modules,
+                true_inputs=tier == "plumb",
+            ),
+            warnings=warnings,
+            tokenizer=_tokenizer_word(tokenizer, loaded),
+            maps_path=loaded.path,
+            map_bytes=split_maps.map_bytes(),
+            signature=Signature.of(model),
+            model=weakref.ref(model),
+        )
+        _register(model, attachment)
+        _ATTACHED[model] = attachment
+    for message in warnings:
+        _log.warning("%s", message)
+    return attachment
+
+
+def _tokenizer_word(tokenizer: Any, maps: RidgeMaps) -> str:
+    if tokenizer is None:
+        return "unchecked: no tokenizer was given"
+    if maps.fingerprint.get("tokenizer") is None:
+        return "unchecked: the maps hold no tokenizer hash"
+    return "equal"
+
+
+def _register(model: nn.Module, attachment: Attachment) -> None:
+    """Hook the model; the hooks hold the attachment weakly and do nothing on a copy of the model."""
+    reference = weakref.ref(attachment)
+
+    def owner(module: nn.Module) -> Attachment | None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return None
+        attached = reference()
+        return attached if attached is not None and attached.model() is module else None
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        attached = owner(module)
+        return None if attached is None else attached._begin(module, args, kwargs)
+
+    def after(module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
+        attached = owner(module)
+        if attached is not None:
+            attached._end(output)
+
+    settings, handles = attachment.settings, attachment._handles
+    try:
+        handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+        split_layer = settings.layout.layers[settings.split]
+        handles.append(split_layer.register_forward_pre_hook(prefill.on_split_layer, with_kwargs=True))
+        handles.extend(m.register_forward_hook(prefill.on_rotary) for m in settings.rotary_modules)
+    except BaseException:
+        attachment.detach()
+        raise
+
+
+def _record(
+    reason: str,
+    *,
+    spans: dict[str, list[int]] | None = None,
+    rows_filled: int = 0,
+    timings: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    return {"reason": reason, "spans": spans, "rows_filled": rows_filled, "timings": timings or {}}

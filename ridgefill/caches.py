@@ -1,0 +1,142 @@
+"""What the fill needs of transformers' caches: length, allow-list, windowed writes, and the way back after an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Cache
+
+    from ridgefill.layout import DecoderLayout
+
+
+def cached_tokens(cache: Cache | None) -> int:
+    """The cache's length as an int, read once: a static layer hands out a live tensor that updates change in place."""
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def refusal(cache: Cache, layout: DecoderLayout) -> str | None:
+    """Why this cache cannot be filled, or None when it can: an allow-list of exact layer classes."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+    known = {DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer}
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return f"the cache is a {type(cache).__name__}, which has no layers"
+    if getattr(cache, "offloading", False):
+        return "the cache is offloaded"
+    for layer in layers:
+        if type(layer) not in known:
+            return f"the cache keeps a {type(layer).__name__}"
+    # A cache made without a config starts empty and grows plain layers as they are first updated.
+    if layers and len(layers) != layout.num_layers:
+        return f"the cache has {len(layers)} layers, the model {layout.num_layers}"
+    sliding_lengths = {int(layer.get_seq_length()) for layer in layers if layer.is_sliding}
+    if len(sliding_lengths) > 1:
+        return f"the cache's sliding layers differ in length: {sorted(sliding_lengths)}"
+    return None
+
+
+def window_of(cache: Cache, layout: DecoderLayout, layer_idx: int) -> int | None:
+    """The sliding window that ``cache`` itself applies to this layer; None where it keeps every row.
+
+    A plain layer of a sliding model has a physical length that masks are built from, so it must get every row.
+    """
+    if layer_idx < len(cache.layers) and cache.layers[layer_idx].is_sliding:
+        return layout.windows[layer_idx]
+    return None
+
+
+def write(cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, skipped_rows: int) -> None:
+    """Append keys and values ``[batch, heads, rows, dim]``, counting ``skipped_rows`` before them as seen.
+
+    Rows may be skipped only in a sliding layer and only when the rows that follow fill its window.
+    """
+    cache.update(keys, values, layer_idx)
+    if skipped_rows:
+        layer = cache.layers[layer_idx]
+        if hasattr(layer, "cumulative_length_int"):  # static: the tensor is not used once the window is full
+            layer.cumulative_length_int += skipped_rows
+        else:
+            layer.cumulative_length += skipped_rows
+
+
+def entry_state(cache: Cache) -> Callable[[], None]:
+    """A function that puts the cache back to its rows at this moment; holds no copy but of full sliding windows."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+    layers = list(cache.layers)
+    undo: list[Callable[[], None]] = []
+    for layer in layers:
+        if not layer.is_initialized:
+            undo.append(_forget(layer))
+        elif type(layer) is StaticSlidingWindowLayer:
+            undo.append(_restore_static_window(layer))
+        elif type(layer) is StaticLayer:
+            undo.append(_shorten_static(layer, int(layer.get_seq_length())))
+        elif type(layer) is DynamicSlidingWindowLayer:
+            undo.append(_restore_attributes(layer))
+        else:
+            undo.append(_crop(layer, int(layer.get_seq_length())))
+
+    def restore() -> None:
+        cache.layers[:] = layers  # layers that a lazy cache grew since are dropped
+        for step in undo:
+            step()
+
+    return restore
+
+
+def _forget(layer: Any) -> Callable[[], None]:
+    """Back to a layer that was never updated (a static layer keeps its allocation, at length 0)."""
+    attributes = dict(layer.__dict__)
+
+    def undo() -> None:
+        lengths = layer.__dict__.get("cumulative_length")
+        if not isinstance(lengths, int) and lengths is not None:
+            layer.reset()
+        else:
+            layer.__dict__.clear()
+            layer.__dict__.update(attributes)
+
+    return undo
+
+
+def _crop(layer: Any, length: int) -> Callable[[], None]:
+    def undo() -> None:
+        layer.keys = layer.keys[..., :length, :]
+        layer.values = layer.values[..., :length, :]
+
+    return undo
+
+
+def _restore_attributes(layer: Any) -> Callable[[], None]:
+    # `update` makes new tensors, so the old ones, at most a window long, are the state at entry.
+    attributes = dict(layer.__dict__)
+
+    def undo() -> None:
+        layer.__dict__.update(attributes)
+
+    return undo
+
+
+def _shorten_static(layer: Any, length: int) -> Callable[[], None]:
+    def undo() -> None:
+        layer.cumulative_length.fill_(length)
+
+    return undo
+
+
+def _restore_static_window(layer: Any) -> Callable[[], None]:
+    keys, values = layer.keys.clone(), layer.values.clone()
+    length, length_int = layer.cumulative_length.clone(), layer.cumulative_length_int
+
+    def undo() -> None:
+        layer.keys.copy_(keys)
+        layer.values.copy_(values)
+        layer.cumulative_length.copy_(length)
+        layer.cumulative_length_int = length_int
+
+    return undo

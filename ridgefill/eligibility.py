@@ -1,0 +1,175 @@
+"""Which calls may be filled: an allow-list over a forward call's arguments. Anything else runs stock, with a reason."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ridgefill import _core, caches
+from ridgefill.prefill import Step
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ridgefill.layout import DecoderLayout
+
+_CACHE_NAMES = ("cache", "past_key_values")
+_KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
+
+
+@dataclass(frozen=True)
+class FillRule:
+    """The numbers of the decision rule (rust/src/rule.rs), in tokens."""
+
+    tail: int
+    head: int
+    min_bulk: int
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A model's forward parameters: order, defaults, and the name of its cache argument."""
+
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+    cache_argument: str
+
+    @staticmethod
+    def of(model: nn.Module) -> Signature:
+        """Read the signature once, at attach."""
+        parameters = inspect.signature(model.forward).parameters
+        names = tuple(n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD)
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+        return Signature(names, defaults, next((n for n in _CACHE_NAMES if n in parameters), _CACHE_NAMES[0]))
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs
+
+
+def step_rows(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of rows a call brings, found without looking at anything else; 0 when it cannot be told."""
+    inputs = kwargs.get("input_ids")
+    if inputs is None:
+        inputs = args[0] if args else kwargs.get("inputs_embeds")
+    return inputs.shape[1] if getattr(inputs, "ndim", 0) >= 2 else 0
+
+
+def prepare(
+    model: nn.Module, layout: DecoderLayout, rule: FillRule, signature: Signature, arguments: dict[str, Any]
+) -> tuple[Step | None, str]:
+    """The step to fill and the rule's word for it, or None and the reason why the call runs stock."""
+    import torch
+
+    if (reason := _mode_refusal(model, layout)) or (reason := _argument_refusal(layout, rule, signature, arguments)):
+        return None, reason
+    inputs = {n: arguments[n] for n in ("input_ids", "inputs_embeds") if arguments.get(n) is not None}
+    if len(inputs) != 1:
+        return None, f"expected one of input_ids and inputs_embeds, found {sorted(inputs) or 'neither'}"
+    batch, rows = next(iter(inputs.values())).shape[:2]
+    cache = next((arguments[n] for n in _CACHE_NAMES if arguments.get(n) is not None), None)
+    if cache is not None and (refusal := caches.refusal(cache, layout)):
+        return None, refusal
+    cached = caches.cached_tokens(cache)
+    position_ids = arguments.get("position_ids")
+    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != rows):
+        return None, f"position_ids have shape {tuple(position_ids.shape)}, expected [batch, {rows}]"
+    padding, refusal = padding_of(arguments.get("attention_mask"), cached, rows)
+    if refusal:
+        return None, refusal
+    left_pads = 0
+    if padding is not None:
+        real = padding.bool()
+        left_pads = int(real.shape[1] - real.sum(1).min())
+        first_real = torch.arange(real.shape[1], device=real.device) >= (~real).sum(1, keepdim=True)
+        if not torch.equal(real.expand_as(first_real), first_real):
+            return None, "the attention mask is not left padding (right padding or holes)"
+        if left_pads > (cached + rows) // 4:
+            return None, f"{left_pads} left pads of {cached + rows} rows would make the exact head too long"
+    decision = _core.decide(
+        cached_tokens=cached,
+        step_tokens=rows,
+        n_ahead=0,
+        tail=rule.tail,
+        head=rule.head + left_pads,
+        min_bulk=rule.min_bulk,
+        logits_to_keep=arguments["logits_to_keep"],
+    )
+    if decision.rows_filled == 0:
+        return None, decision.reason
+    if cache is None:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=layout.config)  # what the base model would make for itself
+    return (
+        Step(inputs, padding, position_ids, cache, cached, decision.fill_start, decision.fill_end),
+        decision.reason,
+    )
+
+
+def _mode_refusal(model: nn.Module, layout: DecoderLayout) -> str | None:
+    import torch
+
+    if model.training:
+        return "the model is in training mode; call model.eval()"
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        return "gradients are enabled; call under torch.no_grad() or torch.inference_mode()"
+    for flag in ("output_hidden_states", "output_attentions"):
+        if getattr(layout.config, flag, False):
+            return f"config.{flag} asks for every layer's outputs"
+    return None
+
+
+def _argument_refusal(
+    layout: DecoderLayout, rule: FillRule, signature: Signature, arguments: dict[str, Any]
+) -> str | None:
+    for name, value in arguments.items():
+        if name in _KNOWN or name in _CACHE_NAMES or value is None or value is False:
+            continue
+        if name not in signature.defaults or value is not signature.defaults[name]:
+            return f"the argument {name!r} is given"
+    use_cache = arguments.get("use_cache")
+    if not (getattr(layout.config, "use_cache", True) if use_cache is None else use_cache):
+        return "use_cache is off: there is no cache to fill"
+    keep = arguments.get("logits_to_keep", signature.defaults.get("logits_to_keep", 0))
+    if isinstance(keep, bool) or not isinstance(keep, int) or not 1 <= keep <= rule.tail:
+        found = keep if isinstance(keep, int) else f"a {type(keep).__name__}"
+        return f"logits_to_keep is {found}; a fill keeps exact logits for 1 to tail={rule.tail} last rows"
+    return None
+
+
+def padding_of(mask: Any, cached: int, rows: int) -> tuple[torch.Tensor | None, str | None]:
+    """A call's 2-D padding ``[batch, cached + rows]`` (None: no padding), or the reason why it has none.
+
+    ``generate`` with a static cache hands over a ready 4-D mask sized before the fill, or a dict of them by layer
+    type. Its last query row is the padding, provided that the mask is causal and nothing else; that is checked.
+    """
+    import torch
+
+    if isinstance(mask, dict):
+        if "full_attention" not in mask:
+            return None, f"the mask holds layer types {sorted(mask)}, of which none sees the whole prompt"
+        mask = mask["full_attention"]
+    if mask is None:
+        return None, None
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        return None, f"the attention mask is {shape}; a 2-D or causal 4-D tensor can be filled"
+    total = cached + rows
+    if mask.ndim == 2:
+        if mask.shape[1] != total:
+            return None, f"the attention mask has {mask.shape[1]} columns, expected {total} (cached + new rows)"
+        return mask, None
+    if mask.shape[2] != rows or mask.shape[3] < total:
+        return None, f"the 4-D attention mask has shape {tuple(mask.shape)}, expected [.., .., {rows}, >= {total}]"
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    padding = allowed[:, 0, -1, :total]  # [batch, total]
+    columns = torch.arange(mask.shape[3], device=mask.device)
+    causal = columns <= torch.arange(cached, total, device=mask.device).unsqueeze(1)  # [rows, columns]
+    expected = causal & torch.nn.functional.pad(padding, (0, mask.shape[3] - total)).unsqueeze(1)
+    # Rows that are pads themselves may hold anything; they are never read.
+    if not bool(((allowed == expected.unsqueeze(1)) | ~padding[:, None, cached:, None]).all()):
+        return None, "the 4-D attention mask is not causal attention with padding"
+    return padding.to(torch.long), None

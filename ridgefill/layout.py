@@ -1,0 +1,221 @@
+"""Where a model keeps its decoder layers, and what identifies it: read once, by fit and attach alike."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ridgefill.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# 256 elements of each of three tensors tell two sets of weights apart and cost microseconds to read (design section 5).
+_ANCHOR_ELEMENTS = 256
+_TOKENIZER_PROBE = "Head, bulk and tail: 1,024 rows; naïve café — 東京\n\tdef f(x): return x**2"
+_INPUT_NORM_NAMES = ("input_layernorm", "ln_1", "norm1", "attention_norm", "operator_norm")
+
+
+@dataclass(frozen=True)
+class DecoderLayout:
+    """A decoder-only model taken apart: base model, layers, and what differs between layers.
+
+    ``windows[l]`` is the sliding window of layer ``l`` in tokens, or ``None`` for full attention, as the cache that
+    the model itself would build has it. ``cache_argument`` is the name that decoder layers give the cache
+    (``past_key_values`` became ``cache`` in transformers 5.24: probed by signature, never by version).
+    """
+
+    base: nn.Module
+    layers: nn.ModuleList
+    config: Any
+    windows: tuple[int | None, ...]
+    cache_argument: str
+
+    @property
+    def num_layers(self) -> int:
+        """The number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the residual stream."""
+        return int(self.config.hidden_size)
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Each layer's attention type in Hugging Face's words."""
+        return tuple("full_attention" if window is None else "sliding_attention" for window in self.windows)
+
+    def target(self, layer_idx: int) -> str:
+        """What a map predicts for this layer: ``normalized`` block input, or ``raw`` where no input norm follows."""
+        layer = self.layers[layer_idx]
+        return "normalized" if any(hasattr(layer, name) for name in _INPUT_NORM_NAMES) else "raw"
+
+
+def cache_argument_name(function: Any) -> str | None:
+    """The name under which ``function`` takes its cache, or None when it takes none."""
+    parameters = inspect.signature(function).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
+
+
+def decoder_layout(model: nn.Module) -> DecoderLayout:
+    """Find the decoder of a Hugging Face causal language model.
+
+    Raises:
+        UnsupportedModelError: the model is compiled, keeps weights on disk, or its layout is unknown; the message
+            names what was found.
+    """
+    from torch import nn
+
+    name = type(model).__name__
+    if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError(
+            f"{name} is compiled by torch.compile, which hooks cannot see into; attach to the uncompiled model"
+        )
+    if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+        raise UnsupportedModelError(f"{name} keeps layers on disk (hf_device_map); load it into memory first")
+    config = getattr(model, "config", None)
+    base = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
+    layers = getattr(base, "layers", None)
+    if config is None or base is None or not isinstance(layers, nn.ModuleList):
+        raise UnsupportedModelError(
+            f"{name}: expected a causal language model with .config and a base model with .layers (a ModuleList), "
+            f"found config={type(config).__name__}, base={type(base).__name__}, layers={type(layers).__name__}"
+        )
+    if len(layers) != getattr(config, "num_hidden_layers", None):
+        raise UnsupportedModelError(
+            f"{name}: config.num_hidden_layers is {getattr(config, 'num_hidden_layers', None)}, "
+            f"but the base model has {len(layers)} layers"
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{name}: layers that reuse another layer's cache are not supported yet")
+    argument = cache_argument_name(layers[0].forward)
+    if argument is None or "hidden_states" not in inspect.signature(layers[0].forward).parameters:
+        raise UnsupportedModelError(
+            f"{name}: {type(layers[0]).__name__}.forward takes no hidden_states and cache argument"
+        )
+    return DecoderLayout(base, layers, config, _layer_windows(name, config), argument)
+
+
+def _layer_windows(name: str, config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window, read off the cache that the model would build for itself."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    cache_layers = DynamicCache(config=config).layers
+    windows: list[int | None] = []
+    for layer_idx in range(config.num_hidden_layers):
+        layer = cache_layers[layer_idx] if layer_idx < len(cache_layers) else DynamicLayer()
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows.append(int(layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            windows.append(None)
+        else:
+            raise UnsupportedModelError(
+                f"{name}: layer {layer_idx} keeps a {type(layer).__name__}; only full and sliding-window attention "
+                "caches can be filled"
+            )
+    return tuple(windows)
+
+
+def head_dim(config: Any) -> int:
+    """The width of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def num_key_value_heads(config: Any) -> int:
+    """The number of key and value heads."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def fingerprint(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
+    """The JSON-ready identity of a model: what a map file is refused or warned about (docs/map-format.md)."""
+    layout = decoder_layout(model)
+    config = layout.config
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    method = None
+    if quantization is not None and not quantization.get("dequantize", False):
+        method = getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))
+    rope = config.to_dict().get("rope_parameters") or {}
+    return {
+        "model_type": str(config.model_type),
+        "name": str(getattr(config, "_name_or_path", "") or type(model).__name__).rstrip("/").rsplit("/", 1)[-1],
+        "hidden_size": layout.hidden_size,
+        "num_hidden_layers": layout.num_layers,
+        "num_attention_heads": int(config.num_attention_heads),
+        "num_key_value_heads": num_key_value_heads(config),
+        "head_dim": head_dim(config),
+        "vocab_size": int(config.vocab_size),
+        "layer_types": list(layout.layer_types),
+        "sliding_window": next((window for window in layout.windows if window is not None), None),
+        "rope": json.loads(json.dumps(rope, default=str)),
+        "quantization": None if method is None else str(method),
+        "anchors": _weight_anchors(layout, adapted=bool(getattr(model, "_hf_peft_config_loaded", False))),
+        "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer),
+    }
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """sha256 over a tokenizer's vocabulary and its ids for a fixed probe text.
+
+    The vocabulary alone would miss other merges or another pre-tokenizer; the serialised tokenizer would change with
+    every padding setting.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    ids = tokenizer(_TOKENIZER_PROBE, add_special_tokens=False)["input_ids"]
+    return hashlib.sha256(json.dumps([vocabulary, list(ids)], ensure_ascii=False).encode()).hexdigest()
+
+
+def _weight_anchors(layout: DecoderLayout, *, adapted: bool) -> str | None:
+    """Hash 256 fixed elements, rounded to bf16, of the embedding, a middle and the last layer's largest matrix."""
+    import torch
+
+    def matrices(module: nn.Module) -> list[torch.Tensor]:
+        return [p for _, p in sorted(module.named_parameters()) if p.ndim >= 2]
+
+    chosen = [max(matrices(layout.layers[i]), key=torch.numel, default=None) for i in (layout.num_layers // 2, -1)]
+    embeddings = getattr(layout.base, "get_input_embeddings", lambda: None)()
+    chosen.insert(0, getattr(embeddings, "weight", None))
+    digest = hashlib.sha256(b"adapted" if adapted else b"")
+    for tensor in chosen:
+        if tensor is None or tensor.device.type == "meta":
+            return None
+        flat = tensor.detach().reshape(-1)
+        where = torch.linspace(0, flat.numel() - 1, _ANCHOR_ELEMENTS, dtype=torch.float64).long().to(flat.device)
+        elements = flat[where].to(device="cpu", dtype=torch.bfloat16)
+        digest.update(elements.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def model_shape(model: nn.Module) -> dict[str, Any]:
+    """The shape that the cost model needs (rust/src/cost.rs), counted from the model's own weights.
+
+    ``mlp_flops_per_row`` is two per weight that a row meets outside attention: experts count by the share of them
+    that one token activates.
+    """
+    layout = decoder_layout(model)
+    config = layout.config
+    experts = next((n for k in ("num_local_experts", "num_experts") if (n := getattr(config, k, None))), 0)
+    active_share = config.num_experts_per_tok / experts if experts else 1.0
+    layers = []
+    for layer, window in zip(layout.layers, layout.windows, strict=True):
+        weights = 0.0
+        for name, parameter in layer.named_parameters():
+            if parameter.ndim >= 2 and "attn" not in name and "attention" not in name:
+                weights += parameter.numel() * (active_share if "experts" in name else 1.0)
+        layers.append(
+            {
+                "num_attention_heads": int(config.num_attention_heads),
+                "num_key_value_heads": num_key_value_heads(config),
+                "head_dim": head_dim(config),
+                "mlp_flops_per_row": 2.0 * weights,
+                "window": window,
+            }
+        )
+    return {"hidden_size": layout.hidden_size, "vocab_size": int(config.vocab_size), "layers": layers}

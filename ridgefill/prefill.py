@@ -1,0 +1,260 @@
+"""The main path of one filled prefill: head, bulk, late layers; the tail is the stock forward that follows.
+
+    rows      0 ....... head ............................ bulk end ........ step end
+    layers >= S  stock   |  K/V written from predicted inputs  |   stock forward,
+    layers <  S  ------- the base model's own forward -------- |   by the caller's call
+
+The base model's own forward runs every layer below the split; a hook on the split layer takes the stream and stops it.
+Nothing here loops over exact layers, so masks, multipliers and rotary variants stay the model's own. With the true
+block inputs (tier ``plumb``) the construction is exact.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ridgefill import caches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+    from transformers import Cache
+
+    from ridgefill.layout import DecoderLayout
+    from ridgefill.synth import ResidentMap
+    from ridgefill.writers import LayerWriter
+
+# Rows predicted and projected at once: blocks of this size keep the temporaries of one layer in a CPU's cache.
+FILL_BLOCK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class FillSettings:
+    """What an attachment decided once: the model taken apart, the split's maps and writers, and the tier."""
+
+    layout: DecoderLayout
+    split: int
+    maps: dict[int, ResidentMap]
+    writers: dict[int, LayerWriter]
+    rotary_modules: tuple[nn.Module, ...]
+    true_inputs: bool = False  # plumb: late layers get their true block input instead of the split layer's stream
+
+
+@dataclass
+class Step:
+    """One eligible call, in rows of this call: what to run, on what, and the cache it fills."""
+
+    inputs: dict[str, torch.Tensor]  # input_ids [batch, rows] or inputs_embeds [batch, rows, d]
+    padding: torch.Tensor | None  # [batch, cached + rows], 1 for real tokens
+    position_ids: torch.Tensor | None  # [batch, rows]
+    cache: Cache
+    cached_tokens: int
+    fill_start: int  # absolute positions in the cache, as the rule gives them
+    fill_end: int
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class StreamTaken(Exception):
+    """Raised by the split layer's hook: carries the stream out of the base model's forward."""
+
+    def __init__(self, stream: torch.Tensor, layer_kwargs: dict[str, Any]) -> None:
+        super().__init__("the stream was taken at the split layer")
+        self.stream, self.layer_kwargs = stream, layer_kwargs
+
+
+class _Running(threading.local):
+    """The capture under way on this thread, if any: two threads may generate on one model."""
+
+    capture: Capture | None = None
+
+
+RUNNING = _Running()
+
+
+class Capture:
+    """What the hooks record while the base model runs the bulk on this thread."""
+
+    def __init__(self, settings: FillSettings) -> None:
+        self.settings = settings
+        self.rotary_outputs: list[Any] = []
+
+    def __enter__(self) -> Capture:
+        RUNNING.capture = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        RUNNING.capture = None
+
+
+def fill(settings: FillSettings, step: Step) -> None:
+    """Run head and bulk of one step into its cache, so that the stock forward can go on at ``step.fill_end``.
+
+    Args:
+        settings: the attachment's choices.
+        step: the call; its cache grows from ``cached_tokens`` to ``fill_end`` rows in every layer.
+
+    Raises:
+        Whatever the model raises; the caller restores the cache.
+    """
+    started = time.perf_counter()
+    head_cache = _run_head(settings, step)
+    # An empty cache lets one pass over head and bulk use the causal kernel; a mask over a 4-row head would forbid it.
+    first_row = 0 if step.cached_tokens == 0 else step.fill_start
+    true_inputs = _true_block_inputs(settings, step, first_row) if settings.true_inputs else None
+    head_done = time.perf_counter()
+    taken, rotary_outputs = _run_early_layers(settings, step, first_row)
+    bulk_done = time.perf_counter()
+    for layer_idx in range(settings.split, settings.layout.num_layers):
+        writer = settings.writers[layer_idx]
+        layer_kwargs = dict(taken.layer_kwargs)
+        if writer.rotary_call is not None:
+            layer_kwargs["position_embeddings"] = rotary_outputs[writer.rotary_call]
+        stream = taken.stream if true_inputs is None else true_inputs[layer_idx]
+        _write_late_layer(settings, step, layer_idx, stream, layer_kwargs, first_row, head_cache)
+    step.timings = {
+        "head_ms": 1e3 * (head_done - started),
+        "bulk_ms": 1e3 * (bulk_done - head_done),
+        "fill_ms": 1e3 * (time.perf_counter() - bulk_done),
+    }
+
+
+def _run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:
+    """The base model's own forward over rows ``[first, end)`` (absolute) of this call."""
+    cut = slice(first - step.cached_tokens, end - step.cached_tokens)
+    kwargs: dict[str, Any] = {name: tensor[:, cut] for name, tensor in step.inputs.items()}
+    if step.position_ids is not None:
+        kwargs["position_ids"] = step.position_ids[:, cut]
+    if step.padding is not None:
+        kwargs["attention_mask"] = step.padding[:, :end]
+    kwargs[settings.layout.cache_argument] = cache
+    settings.layout.base(**kwargs, use_cache=True)
+
+
+def _run_head(settings: FillSettings, step: Step) -> Cache | None:
+    """Run the head rows through every layer; a fresh prompt's go to a scratch cache, of which late layers are kept."""
+    from transformers import DynamicCache
+
+    if step.fill_start == step.cached_tokens:
+        return None
+    if step.cached_tokens:
+        _run_base(settings, step, step.cached_tokens, step.fill_start, step.cache)
+        return None
+    scratch = DynamicCache()
+    _run_base(settings, step, 0, step.fill_start, scratch)
+    return scratch
+
+
+def _run_early_layers(settings: FillSettings, step: Step, first_row: int) -> tuple[StreamTaken, list[Any]]:
+    """Run the layers below the split over the bulk into the cache; returns the stream and the rotary tables."""
+    with Capture(settings) as capture:
+        try:
+            _run_base(settings, step, first_row, step.fill_end, step.cache)
+        except StreamTaken as taken:
+            # The traceback would keep the whole forward's tensors alive for as long as the stream is used.
+            return taken.with_traceback(None), capture.rotary_outputs
+    raise RuntimeError(f"the base model's forward did not reach the hook on layer {settings.split}")
+
+
+def _write_late_layer(
+    settings: FillSettings,
+    step: Step,
+    layer_idx: int,
+    stream: torch.Tensor,
+    layer_kwargs: dict[str, Any],
+    first_row: int,
+    head_cache: Cache | None,
+) -> None:
+    """Predict one late layer's bulk rows from ``stream`` ``[batch, rows from first_row, d]`` and write its cache."""
+    import torch
+
+    from ridgefill import _core
+
+    window = caches.window_of(step.cache, settings.layout, layer_idx)
+    needed_row = _core.first_needed_row(step.fill_start, step.fill_end, window)
+    predictor = settings.maps.get(layer_idx)  # None: the split layer, whose block input is the stream itself
+    write = settings.writers[layer_idx].write
+    keys, values = [], []
+    if head_cache is not None and needed_row == step.fill_start:
+        keys.append(head_cache.layers[layer_idx].keys)
+        values.append(head_cache.layers[layer_idx].values)
+    for start in range(needed_row, step.fill_end, FILL_BLOCK_ROWS):
+        rows = slice(start - first_row, min(start + FILL_BLOCK_ROWS, step.fill_end) - first_row)
+        block_input = stream[:, rows]  # [batch, block, d]
+        if predictor is not None:
+            block_input = predictor.predict(block_input)
+        block_keys, block_values = write(block_input, _cut_rows(layer_kwargs, rows, stream.shape[1]))
+        keys.append(block_keys)
+        values.append(block_values)
+    # Rows before needed_row lie outside every exact row's window; the head's lie there too.
+    skipped = needed_row - step.fill_start
+    if skipped and head_cache is not None:
+        skipped = needed_row
+    caches.write(step.cache, layer_idx, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), skipped)
+
+
+def _cut_rows(layer_kwargs: dict[str, Any], rows: slice, total_rows: int) -> dict[str, Any]:
+    """A layer's keyword arguments for some of its rows: position ids ``[..., rows]``, rotary tables ``[..., rows, dim]``."""
+    import torch
+
+    cut = dict(layer_kwargs)
+    position_ids = cut.get("position_ids")
+    if isinstance(position_ids, torch.Tensor) and position_ids.shape[-1] == total_rows:
+        cut["position_ids"] = position_ids[..., rows]
+    tables = cut.get("position_embeddings")
+    if isinstance(tables, torch.Tensor):
+        cut["position_embeddings"] = tables[..., rows, :]
+    elif tables is not None:
+        cut["position_embeddings"] = tuple(table[..., rows, :] for table in tables)
+    return cut
+
+
+def _true_block_inputs(settings: FillSettings, step: Step, first_row: int) -> dict[int, torch.Tensor]:
+    """Every late layer's true block input over the bulk, from one exact pass over a copy of the cache (tier plumb)."""
+    inputs: dict[int, torch.Tensor] = {}
+    thread = threading.get_ident()
+
+    def record(layer_idx: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                inputs[layer_idx] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    handles = [
+        settings.layout.layers[layer_idx].register_forward_pre_hook(record(layer_idx), with_kwargs=True)
+        for layer_idx in range(settings.split, settings.layout.num_layers)
+    ]
+    try:
+        _run_base(settings, step, first_row, step.fill_end, copy.deepcopy(step.cache))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs
+
+
+def on_split_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the split layer: during a capture on this thread, take the stream and stop the forward."""
+    import torch
+
+    if torch.compiler.is_compiling() or (capture := RUNNING.capture) is None:
+        return
+    settings = capture.settings
+    if module is settings.layout.layers[settings.split]:
+        layer_kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        raise StreamTaken(args[0] if args else kwargs["hidden_states"], layer_kwargs)
+
+
+def on_rotary(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of the rotary modules: during a capture on this thread, keep the tables in call order."""
+    import torch
+
+    if torch.compiler.is_compiling() or (capture := RUNNING.capture) is None:
+        return
+    if any(module is known for known in capture.settings.rotary_modules):
+        capture.rotary_outputs.append(output)

@@ -1,0 +1,210 @@
+"""How a late layer turns a block input into what its cache keeps: through the layer itself, or a direct path.
+
+The generic writer calls the layer's own forward with a proxy cache whose ``update`` keeps what it is given and aborts
+before the attention product, so norms, biases, k_norm and RoPE variants stay the model's own. The direct writer skips
+the query projection for Llama-shaped layers; it is used only where it agrees with the generic one on this very layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ridgefill.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ridgefill.layout import DecoderLayout
+
+# block input [batch, rows, d], the layer's keyword arguments -> keys, values [batch, kv_heads, rows, head_dim]
+Writer = Callable[["torch.Tensor", dict[str, Any]], tuple["torch.Tensor", "torch.Tensor"]]
+
+_PROBE_ROWS = 3
+
+
+class _Captured(Exception):
+    """Carries what a layer handed to its cache out of that layer's forward."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__("the keys and values were taken")
+        self.keys, self.values = keys, values
+
+
+class _ProxyCache:
+    """A cache that keeps the first update by raising: nothing after it is computed."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+        raise _Captured(keys, values)
+
+
+def generic_writer(layout: DecoderLayout, layer_idx: int) -> Writer:
+    """A writer that runs the layer's own forward up to its cache update; costs the unused query projection."""
+    layer = layout.layers[layer_idx]
+
+    def write(block_input: torch.Tensor, layer_kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        kwargs = {**layer_kwargs, "attention_mask": None, layout.cache_argument: _ProxyCache()}
+        try:
+            # .forward, not __call__: hooks of ours or of others belong to real forwards.
+            layer.forward(block_input, **kwargs)
+        except _Captured as captured:
+            return captured.keys, captured.values
+        raise UnsupportedModelError(
+            f"{type(layer).__name__} {layer_idx} finished its forward without updating the cache it was given"
+        )
+
+    return write
+
+
+def direct_writer(layout: DecoderLayout, layer_idx: int) -> Writer | None:
+    """A writer for Llama-shaped layers (Llama, Mistral, Qwen2, Qwen3, SmolLM, Gemma3), or None for another shape."""
+    layer = layout.layers[layer_idx]
+    attention = getattr(layer, "self_attn", None)
+    norm = getattr(layer, "input_layernorm", None)
+    projections = [getattr(attention, name, None) for name in ("k_proj", "v_proj")]
+    rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    head_dim = getattr(attention, "head_dim", None)
+    if norm is None or None in projections or rotate is None or head_dim is None:
+        return None
+    k_proj, v_proj = projections
+    k_norm = getattr(attention, "k_norm", None)
+
+    def write(block_input: torch.Tensor, layer_kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = norm(block_input)  # [batch, rows, d]
+        heads = (*normed.shape[:-1], -1, head_dim)
+        keys = k_proj(normed).view(heads).transpose(1, 2)  # [batch, kv_heads, rows, head_dim]
+        values = v_proj(normed).view(heads).transpose(1, 2)
+        if k_norm is not None:
+            keys = k_norm(keys)
+        cos, sin = layer_kwargs["position_embeddings"]
+        # The model's own function wants queries too: none, so that it does no work for them.
+        _, keys = rotate(keys[:, :0], keys, cos, sin)
+        return keys, values
+
+    return write
+
+
+@dataclass(frozen=True)
+class LayerWriter:
+    """A late layer's writer, its name (``direct`` or ``generic``), and why it was chosen."""
+
+    name: str
+    reason: str
+    write: Writer
+    # Which call of the base model's rotary modules, in order, made this layer's tables; None: the split layer's own.
+    rotary_call: int | None
+
+
+def late_layer_writers(layout: DecoderLayout, split: int) -> tuple[dict[int, LayerWriter], tuple[nn.Module, ...]]:
+    """Choose a writer for each late layer, by a probe of a few rows through the model and through both writers.
+
+    Returns:
+        Writers by layer, and the rotary modules whose outputs must be recorded because late layers use other tables
+        than the split layer (empty for most models).
+
+    Raises:
+        UnsupportedModelError: a late layer gets arguments that the split layer's do not determine, or keeps no cache.
+    """
+    calls, rotary_outputs, rotary_modules = _probe(layout)
+    split_kwargs = calls[split]
+    writers: dict[int, LayerWriter] = {}
+    for layer_idx in range(split, layout.num_layers):
+        kwargs = calls[layer_idx]
+        rotary_call = _rotary_call(layer_idx, kwargs, split_kwargs, rotary_outputs)
+        generic = generic_writer(layout, layer_idx)
+        direct = direct_writer(layout, layer_idx)
+        name, reason = _choose(layout, layer_idx, direct, generic, kwargs)
+        chosen = direct if name == "direct" and direct is not None else generic
+        writers[layer_idx] = LayerWriter(name, reason, chosen, rotary_call)
+    needed = any(writer.rotary_call is not None for writer in writers.values())
+    return writers, rotary_modules if needed else ()
+
+
+def _probe(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any], tuple[nn.Module, ...]]:
+    """Run a few rows through the base model and record what each layer was given, and the rotary modules' outputs."""
+    import torch
+
+    calls: list[dict[str, Any]] = []
+    rotary_outputs: list[Any] = []
+    rotary_modules = tuple(m for name, m in layout.base.named_children() if "rotary" in name or "rope" in name)
+
+    def on_layer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) > 1:
+            raise UnsupportedModelError(
+                f"{type(layout.layers[0]).__name__} takes {len(args)} positional arguments, expected hidden_states only"
+            )
+        calls.append({**kwargs, "hidden_states": args[0] if args else kwargs["hidden_states"]})
+
+    def on_rotary(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        rotary_outputs.append(output)
+
+    handles = [layer.register_forward_pre_hook(on_layer, with_kwargs=True) for layer in layout.layers]
+    handles += [module.register_forward_hook(on_rotary) for module in rotary_modules]
+    try:
+        embeddings = next(layout.base.parameters())
+        with torch.no_grad():
+            layout.base(
+                input_ids=torch.arange(_PROBE_ROWS, device=embeddings.device).unsqueeze(0) % layout.config.vocab_size,
+                use_cache=False,
+            )
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(calls) != layout.num_layers:
+        raise UnsupportedModelError(
+            f"{type(layout.base).__name__} ran {len(calls)} layers in one forward, expected {layout.num_layers}"
+        )
+    return calls, rotary_outputs, rotary_modules
+
+
+def _rotary_call(
+    layer_idx: int, kwargs: dict[str, Any], split_kwargs: dict[str, Any], rotary_outputs: list[Any]
+) -> int | None:
+    """Where this layer's rotary tables come from; refuses arguments that the split layer's call does not give."""
+    import torch
+
+    for name, value in kwargs.items():
+        if name in ("hidden_states", "attention_mask", "position_embeddings") or not isinstance(value, torch.Tensor):
+            continue
+        if value is not split_kwargs.get(name):
+            raise UnsupportedModelError(
+                f"layer {layer_idx} is given a tensor {name!r} of its own in each forward; such layers cannot be filled"
+            )
+    tables = kwargs.get("position_embeddings")
+    if tables is None or tables is split_kwargs.get("position_embeddings"):
+        return None
+    for call, output in enumerate(rotary_outputs):
+        if output is tables:
+            return call
+    raise UnsupportedModelError(f"layer {layer_idx}: its position_embeddings come from no rotary module of the model")
+
+
+def _choose(
+    layout: DecoderLayout, layer_idx: int, direct: Writer | None, generic: Writer, kwargs: dict[str, Any]
+) -> tuple[str, str]:
+    """``direct`` where it exists and gives this layer's generic keys and values on the probe rows."""
+    import torch
+
+    layer_kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    with torch.no_grad():
+        keys, values = generic(kwargs["hidden_states"], layer_kwargs)
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[-2] != _PROBE_ROWS or values.shape[-2] != _PROBE_ROWS:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} caches shapes {tuple(keys.shape)} and {tuple(values.shape)}; "
+                f"expected [batch, heads, {_PROBE_ROWS}, dim]"
+            )
+        if direct is None:
+            return "generic", f"{type(layout.layers[layer_idx]).__name__} is not Llama-shaped"
+        try:
+            direct_keys, direct_values = direct(kwargs["hidden_states"], layer_kwargs)
+        except (TypeError, RuntimeError, KeyError, ValueError) as error:
+            return "generic", f"the direct path does not fit {type(layout.layers[layer_idx]).__name__}: {error}"
+    for ours, theirs in ((direct_keys, keys), (direct_values, values)):
+        # Same modules, same rows: any difference beyond rounding is another arithmetic, not noise.
+        tolerance = 8 * torch.finfo(theirs.dtype).eps * float(theirs.abs().max())
+        if ours.shape != theirs.shape or float((ours - theirs).abs().max()) > tolerance:
+            return "generic", "the direct path gives other keys or values than the layer itself"
+    return "direct", "equal to the layer's own keys and values on the probe rows"
