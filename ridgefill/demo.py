@@ -9,17 +9,27 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import os
 import re
+import statistics
 import sysconfig
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ridgefill.errors import RidgeFillError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ridgefill.maps import RidgeMaps
 
 KINDS = ("docs", "code", "prose")
 PARTS = ("calibration", "held-out")
@@ -258,3 +268,253 @@ def _long_docstrings(source: str) -> list[str]:
             if text is not None and len(text) >= _DOCSTRING_CHARACTERS:
                 found.append(inspect.cleandoc(text))
     return found
+
+
+# --- the run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much the demonstration does; tokens unless said otherwise."""
+
+    prompt_tokens: int = 4096
+    tail: int = 1024
+    split: int = 20
+    head: int = 4
+    calibration_tokens: int = 40_960  # a full fit takes 131,072; this one must leave time for the rest
+    repeats: int = 3  # timed prefills of each side
+    new_tokens: int = 48
+
+
+FULL = Size()
+QUICK = Size(prompt_tokens=2048, tail=512, calibration_tokens=16_384, new_tokens=24)
+_QUESTION = "Summarise the text above in two sentences."
+
+
+def run(
+    cache: Path | None = None, out: Path | None = None, json_output: bool = False, quick: bool = False
+) -> dict[str, Any]:
+    """Fit maps for SmolLM2-135M, answer a long prompt exactly and filled, and return what was measured.
+
+    The prompt is held-out documentation with a question at its end, through the model's chat template, assembled in
+    token ids to its exact length. Both sides of a time are interleaved in one run, and every one is the wall time of
+    ``model(ids, use_cache=True, logits_to_keep=1)`` in bfloat16. Progress goes to stderr; unless ``json_output``, a
+    table goes to stdout.
+
+    Args:
+        cache: where the converted model is kept; see `model_folder`.
+        out: the map file to write; default ``maps.safetensors`` in the current folder.
+        json_output: print nothing on stdout, for a caller that prints the result as JSON.
+        quick: fewer calibration rows and a shorter prompt.
+
+    Raises:
+        RidgeFillError: a package is missing; the default output would replace another model's maps; nothing was filled.
+    """
+    size = QUICK if quick else FULL
+    out = _output_path(out)
+    with _progress() as report:
+        report("preparing the model (once)", 0, None)
+        folder = model_folder("smollm2-135m", cache)
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from ridgefill.evaluate.report import machine
+        from ridgefill.solve import fit
+
+        started = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        report("reading texts", 0, None)
+        texts = calibration_texts(5 * size.calibration_tokens)  # characters: more than enough tokens of each kind
+        ids = long_prompt(tokenizer, size.prompt_tokens)
+        fit_started = time.perf_counter()
+        maps = fit(model, tokenizer, texts, (size.split,), max_tokens=size.calibration_tokens, progress=report)
+        fit_seconds = time.perf_counter() - fit_started
+        maps.save(out)
+        result = {
+            "model": maps.fingerprint["name"],
+            "maps": str(out),
+            "calibration_rows": maps.fit["rows"],
+            "held_out_rows": maps.fit["held_out_rows"],
+            "fit_seconds": fit_seconds,
+            "dtype": "bfloat16",
+            **measure(model, tokenizer, maps, ids, size, report),
+            "machine": machine(),
+        }
+        result["seconds"] = time.perf_counter() - started
+    if not json_output:
+        _print_result(result)
+    return result
+
+
+def long_prompt(tokenizer: Any, tokens: int) -> torch.Tensor:
+    """Return a chat prompt ``[1, tokens]``: held-out documentation, then a question about it.
+
+    Raises:
+        RidgeFillError: the documentation is too short for this length, or the length for the question.
+    """
+    import torch
+
+    text = "\n\n".join(text for _, text in standard_texts("docs", "held-out"))
+    mark = "<<the text>>"
+    message = [{"role": "user", "content": f"{mark}\n\n{_QUESTION}"}]
+    before, after = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True).split(mark)
+    first, middle, last = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, text, after))
+    room = tokens - len(first) - len(last)
+    if not 0 < room <= len(middle):
+        raise RidgeFillError(
+            f"a prompt of {tokens} tokens leaves {room} for the text, which has {len(middle)}; choose another length"
+        )
+    return torch.tensor([first + middle[:room] + last])
+
+
+def measure(
+    model: nn.Module,
+    tokenizer: Any,
+    maps: RidgeMaps,
+    ids: torch.Tensor,
+    size: Size,
+    report: Callable[[str, int, int | None], None] = lambda phase, done, total: None,
+) -> dict[str, Any]:
+    """Return quality, times and answers of one prompt ``[1, rows]``, stock beside filled.
+
+    Raises:
+        RidgeFillError: nothing was filled.
+    """
+    from ridgefill import _core
+    from ridgefill.attachment import attach
+    from ridgefill.evaluate.quality import prefill_logits, score_fill
+    from ridgefill.layout import model_shape
+
+    settings: dict[str, Any] = {"split": size.split, "tail": size.tail, "head": size.head}
+    # Quality comes first: it checks what is timed afterwards, and warms both paths up.
+    report("comparing logits", 0, 2)
+    stock = prefill_logits(model, ids, size.tail)
+    report("comparing logits", 1, 2)
+    score = score_fill(model, maps, ids, stock, **settings)
+    report("comparing logits", 2, 2)
+    del stock
+    exact_ms, filled_ms = [], []
+    for repeat in range(size.repeats):
+        report("timing prefills", repeat, size.repeats)
+        exact_ms.append(_prefill_ms(model, ids))
+        with attach(model, maps, tokenizer=tokenizer, **settings):
+            filled_ms.append(_prefill_ms(model, ids))
+    report("timing prefills", size.repeats, size.repeats)
+    report("generating", 0, 2)
+    exact_text = _answer(model, tokenizer, ids, size.new_tokens)
+    report("generating", 1, 2)
+    with attach(model, maps, tokenizer=tokenizer, **settings) as attachment:
+        filled_text = _answer(model, tokenizer, ids, size.new_tokens)
+        rows_filled = int(attachment.status()["rows_filled"])
+    report("generating", 2, 2)
+    if rows_filled != score.rows_filled:
+        raise RidgeFillError(f"generate filled {rows_filled} rows where a plain call filled {score.rows_filled}")
+    cost = _core.prefill_cost(json.dumps(model_shape(model)), prompt_tokens=ids.shape[1], **settings)
+    exact, filled = statistics.median(exact_ms), statistics.median(filled_ms)
+    return {
+        **settings,
+        "prompt_tokens": ids.shape[1],
+        "rows_filled": rows_filled,
+        "ttft_exact_ms": exact,
+        "ttft_filled_ms": filled,
+        "ttft_exact_all_ms": exact_ms,
+        "ttft_filled_all_ms": filled_ms,
+        "ttft_ratio": exact / filled,
+        "ratio_flops_allow": cost.ratio,
+        "kl": score.kl,
+        "dnll_tail": score.dnll,
+        "dnll_end": score.dnll_end,
+        "end_tokens": score.end_tokens,
+        "top1": score.top1,
+        "text_exact": exact_text,
+        "text_filled": filled_text,
+    }
+
+
+def _prefill_ms(model: nn.Module, ids: torch.Tensor) -> float:
+    import torch
+
+    with torch.inference_mode():
+        started = time.perf_counter()
+        model(ids, use_cache=True, logits_to_keep=1)
+        return 1e3 * (time.perf_counter() - started)
+
+
+def _answer(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> str:
+    import torch
+
+    mask = torch.ones_like(ids)
+    tokens = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    text: str = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+    return text.strip()
+
+
+def _output_path(out: Path | None) -> Path:
+    """Where the maps go; the default name must not replace what someone fitted for another model."""
+    from ridgefill import _core
+
+    path = Path("maps.safetensors") if out is None else out
+    if out is None and path.exists():
+        found = json.loads(_core.MapFile.open(path).schema())["model"]["name"]
+        if found != "smollm2-135m":
+            raise RidgeFillError(f"{path} holds maps of {found!r}; name another file with --out, or move it away")
+    return path
+
+
+def _print_result(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="RidgeFill on " + result["model"], title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    rows = [
+        ("calibration rows", f"{result['calibration_rows']:,} (fitted in {result['fit_seconds']:.0f} s)"),
+        ("prompt tokens", f"{result['prompt_tokens']:,}"),
+        ("rows filled", f"{result['rows_filled']:,} in each layer after {result['split']}"),
+        ("TTFT exact", f"{result['ttft_exact_ms']:,.0f} ms"),
+        ("TTFT filled", f"{result['ttft_filled_ms']:,.0f} ms"),
+        ("ratio", f"{result['ttft_ratio']:.2f}x"),
+        ("ratio FLOPs allow", f"{result['ratio_flops_allow']:.2f}x"),
+        ("KL to stock, tail", f"{result['kl']:.4f} nats"),
+        (f"dNLL, whole tail of {result['tail']:,}", f"{result['dnll_tail']:+.4f} nats"),
+        (f"dNLL, last {result['end_tokens']}", f"{result['dnll_end']:+.4f} nats"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    machine = result["machine"]
+    console = Console()
+    console.print(table)
+    console.print("exact: ", style="bold", end="")
+    console.print(result["text_exact"], markup=False, highlight=False)
+    console.print("filled: ", style="bold", end="")
+    console.print(result["text_filled"], markup=False, highlight=False)
+    console.print(
+        f"maps in {result['maps']}; times are medians of {len(result['ttft_exact_all_ms'])}, interleaved, "
+        f"{result['dtype']}, {machine['threads']} threads on {machine['cpu']}",
+        markup=False,
+        highlight=False,
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Progress bars on stderr, one for each phase."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    names = {"capture": "reading activations", "solve": "solving", "held-out": "measuring held-out windows"}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(phase: str, done: int, total: int | None) -> None:
+            for other, task in tasks.items():
+                if other != phase:
+                    bars.stop_task(task)
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(names.get(phase, phase), total=total)
+            bars.update(tasks[phase], completed=done, total=total)
+
+        yield report
