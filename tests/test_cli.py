@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from tiny import tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
@@ -19,6 +21,14 @@ from ridgefill.maps import RidgeMaps
 
 def _run(*arguments: Any) -> Result:
     return CliRunner().invoke(commands, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> Iterator[None]:
+    """--threads is for the process: put back what other tests run with."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +55,8 @@ _SMALL = ("--window", "100", "--threads", "1")
 
 
 def test_fit_writes_maps_and_says_what_it_skipped(folder: Path, tmp_path: Path) -> None:
-    import torch
-
-    threads = torch.get_num_threads()
     out = tmp_path / "maps.safetensors"
     result = _run("fit", folder / "model", "--text", folder / "text", "--split", "2", "-o", out, "--json", *_SMALL)
-    torch.set_num_threads(threads)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)  # nothing else on stdout
     assert document["skipped_files"] == 2

@@ -324,7 +324,7 @@ def test_a_token_limit_is_exact_and_draws_from_texts_all_over_the_list() -> None
     assert sum(len(w.ids) for w in windows) == 1570
     assert len({w.text.name for w in windows}) == 32
     quarters = [int(w.text.name) // 50 for w in windows]
-    assert [quarters.count(q) for q in range(4)] == [8, 8, 8, 8]
+    assert min(quarters.count(quarter) for quarter in range(4)) >= 7
     # A generator has no "all over": it is read in its order.
     in_order = _windows((text for text in texts), max_tokens=1570)
     assert {w.text.name for w in in_order} == {"0", "1"}

@@ -87,40 +87,25 @@ def commands() -> None:
     """
 
 
-class _Splits(click.ParamType[tuple[int, ...]]):
-    name = "layers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of layer numbers like 15,20", param, ctx)
+def _parse_splits(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of layer numbers like 15,20") from None
 
 
-class _Lambda(click.ParamType[float | str]):
-    name = "number|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
-        if value == "auto":
-            return "auto"
-        try:
-            return float(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a number nor auto", param, ctx)
+def _parse_lambda(_: click.Context, __: click.Parameter, value: str) -> float | str:
+    try:
+        return value if value == "auto" else float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number nor auto") from None
 
 
-class _Tokens(click.ParamType[int | str]):
-    name = "number|all"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "all":
-            return "all"
-        try:
-            return int(str(value).replace(",", "").replace("_", ""))
-        except ValueError:
-            self.fail(f"{value!r} is neither a number of tokens nor all", param, ctx)
+def _parse_tokens(_: click.Context, __: click.Parameter, value: str | None) -> int | str | None:
+    try:
+        return value if value in (None, "all") else int(str(value).replace(",", ""))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number of tokens nor all") from None
 
 
 @commands.command()
@@ -136,7 +121,8 @@ class _Tokens(click.ParamType[int | str]):
 @click.option(
     "--split",
     "splits",
-    type=_Splits(),
+    metavar="LAYERS",
+    callback=_parse_splits,
     required=True,
     help="Split layers, like 15,20: a lower split is faster, a higher one closer to the model. Half to two thirds "
     "of the depth is a good start.",
@@ -145,7 +131,8 @@ class _Tokens(click.ParamType[int | str]):
 @click.option("--default-split", type=int, help="The split to attach when none is named.  [default: the highest]")
 @click.option(
     "--tokens",
-    type=_Tokens(),
+    metavar="N|all",
+    callback=_parse_tokens,
     help=f"Calibration tokens to run, or all.  [default: {_TOKENS_PER_COLUMN} times the hidden size]",
 )
 @click.option("--window", "window_tokens", default=1024, show_default=True, help="Tokens in one forward pass.")
@@ -153,8 +140,9 @@ class _Tokens(click.ParamType[int | str]):
 @click.option(
     "--lambda",
     "ridge_lambda",
-    type=_Lambda(),
-    default=1e-3,
+    metavar="X|auto",
+    callback=_parse_lambda,
+    default="1e-3",
     show_default=True,
     help="Ridge penalty relative to the mean diagonal; auto tries a grid on held-out windows.",
 )
