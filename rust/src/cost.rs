@@ -155,3 +155,63 @@ fn visible_keys(from: u64, to: u64, window: Option<u64>) -> f64 {
 fn refuse(what: String) -> Error {
     Fault::Schedule { what }.into()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn visible_keys_is_the_sum_it_stands_for() {
+        for from in 0..12 {
+            for to in from..14 {
+                for window in [None, Some(0), Some(1), Some(3), Some(7), Some(100)] {
+                    let sum: u64 = (from..to).map(|row| (row + 1).min(window.unwrap_or(u64::MAX))).sum();
+                    assert_eq!(visible_keys(from, to, window), sum as f64, "{from}..{to}, window {window:?}");
+                }
+            }
+        }
+    }
+
+    fn shape(windows: &[Option<u64>]) -> Shape {
+        let layer = |window: &Option<u64>| Layer {
+            num_attention_heads: 9,
+            num_key_value_heads: 3,
+            head_dim: 64,
+            mlp_flops_per_row: 2.0 * 3.0 * 576.0 * 1536.0,
+            window: *window,
+        };
+        Shape { hidden_size: 576, vocab_size: 49152, layers: windows.iter().map(layer).collect() }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(2048) })]
+
+        #[test]
+        fn the_parts_add_up(
+            windows in prop::collection::vec(prop_oneof![Just(None), (1u64..5000).prop_map(Some)], 1..12),
+            split in any::<prop::sample::Index>(), prompt in 1u64..20_000, tail in 1u64..3000, head in 0u64..9,
+            features in 1u64..5, fused_rank in prop::option::of(1u64..300),
+        ) {
+            let shape = shape(&windows);
+            let split = split.index(windows.len());
+            let step = Step {
+                cached_tokens: 0, step_tokens: prompt, n_ahead: 0, tail, head, min_bulk: 256, tile: 1, logits_to_keep: 1,
+            };
+            let fill = Fill { split, features, fused_rank };
+            let cost = prefill_cost(&shape, &step, &fill).unwrap();
+            prop_assert!(cost.exact_flops.is_finite() && cost.filled_flops > 0.0 && cost.fill_flops >= 0.0);
+            prop_assert!(cost.fill_flops < cost.filled_flops);
+            if cost.decision.rows_filled() == 0 {
+                prop_assert_eq!(cost.exact_flops, cost.filled_flops);
+                return Ok(());
+            }
+            // What a fill saves is the late layers' exact work on the bulk rows, less the fill itself.
+            let d = 576.0;
+            let saved: f64 = shape.layers[split..].iter()
+                .map(|layer| layer.exact_flops(d, cost.decision.fill_start, cost.decision.fill_end)).sum();
+            let expected = cost.exact_flops - saved + cost.fill_flops;
+            prop_assert!((cost.filled_flops - expected).abs() <= 1e-9 * cost.exact_flops);
+        }
+    }
+}

@@ -504,3 +504,74 @@ impl Cursor<'_> {
         Some(value)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn every_dtype_has_its_name_and_size() {
+        for (dtype, name) in Dtype::ALL.into_iter().zip(Dtype::NAMES) {
+            assert_eq!((dtype.name(), Dtype::parse(name)), (name, Some(dtype)));
+            let bits =
+                ["64", "32", "16"].iter().find(|bits| name.ends_with(**bits)).map_or(8, |bits| bits.parse().unwrap());
+            assert_eq!(dtype.element_bytes() * 8, bits, "{name}");
+        }
+    }
+
+    fn string(json: &str) -> Result<String> {
+        Cursor { text: json, at: 0 }.string("a string", usize::MAX, || Fault::MetadataTooLarge)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(4096) })]
+
+        #[test]
+        fn strings_read_as_serde_json_reads_them(text in any::<String>()) {
+            prop_assert_eq!(string(&serde_json::Value::from(text.as_str()).to_string()).unwrap(), text);
+        }
+
+        #[test]
+        fn escapes_are_accepted_when_serde_json_accepts_them(inner in r#"([a-z"\\/bfnrtu]|\\u[dD8][89a-f0-9cC]{2}[0-9a-f]|\\[u"\\/nrtbfx]|[0-9A-F]){0,10}"#) {
+            let json = format!("\"{inner}\"");
+            // The cursor stops at the closing quote; serde_json must have nothing after it.
+            let mut cursor = Cursor { text: &json, at: 0 };
+            let ours = cursor.string("a string", usize::MAX, || Fault::MetadataTooLarge).ok().filter(|_| cursor.at == json.len());
+            prop_assert_eq!(ours, serde_json::from_str::<String>(&json).ok());
+        }
+
+        #[test]
+        fn every_single_non_finite_bit_pattern_is_found(bits in any::<u32>(), at in 0usize..3000) {
+            let non_finite = !f32::from_bits(bits).is_finite();
+            let mut data = vec![0u8; 3000 * 4];
+            data[at * 4..][..4].copy_from_slice(&bits.to_le_bytes());
+            prop_assert_eq!(first_non_finite(Dtype::F32, &data), non_finite.then_some(at as u64));
+        }
+
+        #[test]
+        fn encoding_then_parsing_is_the_identity(
+            names in prop::collection::btree_set("[^_]{0,12}", 0..8), metadata in prop::collection::btree_map(any::<String>(), any::<String>(), 0..6),
+        ) {
+            let mut start = 0;
+            let tensors: Vec<_> = names.into_iter().enumerate().map(|(index, name)| {
+                let end = start + 8 * index as u64;
+                let tensor = TensorInfo { name, dtype: Dtype::F64, shape: vec![index as u64], start, end };
+                start = end;
+                tensor
+            }).collect();
+            let bytes = encode(&tensors, &metadata);
+            prop_assert_eq!(parse(&bytes[8..], start).unwrap(), Header { metadata, tensors });
+        }
+    }
+
+    #[test]
+    fn every_16_bit_pattern_is_judged_right() {
+        for bits in 0..=u16::MAX {
+            let bytes = bits.to_le_bytes();
+            let bf16 = f32::from_bits(u32::from(bits) << 16).is_finite();
+            assert_eq!(first_non_finite(Dtype::BF16, &bytes).is_none(), bf16, "{bits:#x}");
+            assert_eq!(first_non_finite(Dtype::F16, &bytes).is_none(), bits >> 10 & 0x1f != 0x1f, "{bits:#x}");
+        }
+    }
+}

@@ -93,3 +93,129 @@ pub fn first_needed_row(fill_start: u64, fill_end: u64, window: Option<u64>) -> 
 fn refuse(what: &str) -> Error {
     Fault::Schedule { what: what.to_owned() }.into()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn step() -> impl Strategy<Value = Step> {
+        let count = || prop_oneof![0u64..40, 0u64..5000, any::<u32>().prop_map(u64::from)];
+        (count(), count(), prop_oneof![Just(0), count()], 1u64..2000, 0u64..40, 0u64..600, 1u64..130, 0u64..600)
+            .prop_map(|(cached_tokens, step_tokens, n_ahead, tail, head, min_bulk, tile, logits_to_keep)| Step {
+                cached_tokens,
+                step_tokens,
+                n_ahead,
+                tail,
+                head,
+                min_bulk,
+                tile,
+                logits_to_keep,
+            })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(4096) })]
+
+        #[test]
+        fn the_spans_tile_the_step(step in step()) {
+            let Decision { fill_start, fill_end, step_end, .. } = decide(&step).unwrap();
+            // Three spans, in order, each where the one before ends: every row is in exactly one.
+            prop_assert!(step.cached_tokens <= fill_start && fill_start <= fill_end && fill_end <= step_end);
+            prop_assert_eq!(step_end, step.cached_tokens + step.step_tokens);
+        }
+
+        #[test]
+        fn filled_rows_keep_every_promise(step in step()) {
+            let decision = decide(&step).unwrap();
+            let rows = decision.rows_filled();
+            prop_assert_eq!(decision.reason == "fill", rows > 0);
+            if rows > 0 {
+                prop_assert!(rows >= step.min_bulk);
+                prop_assert_eq!(rows % step.tile, 0);
+                prop_assert!(decision.fill_start >= step.head);
+                let prompt_end = decision.step_end + step.n_ahead;
+                prop_assert!(decision.fill_end <= prompt_end.saturating_sub(step.tail));
+                if step.n_ahead == 0 {
+                    prop_assert!(decision.step_end - decision.fill_end >= step.logits_to_keep.max(1));
+                }
+            }
+        }
+
+        #[test]
+        fn a_fill_is_as_large_as_the_promises_allow(step in step()) {
+            let step = Step { min_bulk: 0, ..step };
+            let decision = decide(&step).unwrap();
+            let kept = if step.n_ahead == 0 { step.tail.max(step.logits_to_keep) } else { step.tail.saturating_sub(step.n_ahead) };
+            let left = decision.step_end - decision.fill_end;
+            prop_assert!(decision.rows_filled() == 0 || left < kept + step.tile, "{left} rows left, {kept} had to be");
+        }
+
+        #[test]
+        fn a_longer_tail_never_fills_more(step in step(), more in 1u64..500) {
+            let longer = Step { tail: step.tail + more, ..step };
+            prop_assert!(decide(&longer).unwrap().rows_filled() <= decide(&step).unwrap().rows_filled());
+        }
+
+        #[test]
+        fn no_chunking_fills_the_tail_or_the_head(
+            chunks in prop::collection::vec(1u64..400, 1..20), step in step()
+        ) {
+            let prompt: u64 = chunks.iter().sum();
+            let mut cached_tokens = 0;
+            for step_tokens in chunks {
+                let n_ahead = prompt - cached_tokens - step_tokens;
+                let step = Step { cached_tokens, step_tokens, n_ahead, ..step };
+                let decision = decide(&step).unwrap();
+                if decision.rows_filled() > 0 {
+                    prop_assert!(decision.fill_start >= step.head);
+                    prop_assert!(decision.fill_end + step.tail <= prompt);
+                }
+                cached_tokens += step_tokens;
+            }
+        }
+
+        #[test]
+        fn with_one_row_tiles_chunks_fill_what_one_call_would(
+            chunks in prop::collection::vec(1u64..400, 1..20), tail in 1u64..600, head in 0u64..10
+        ) {
+            let prompt: u64 = chunks.iter().sum();
+            let whole = Step {
+                cached_tokens: 0, step_tokens: prompt, n_ahead: 0, tail, head, min_bulk: 0, tile: 1, logits_to_keep: 1,
+            };
+            let mut cached_tokens = 0;
+            let mut rows = 0;
+            for step_tokens in chunks {
+                let n_ahead = prompt - cached_tokens - step_tokens;
+                rows += decide(&Step { cached_tokens, step_tokens, n_ahead, ..whole }).unwrap().rows_filled();
+                cached_tokens += step_tokens;
+            }
+            prop_assert_eq!(rows, decide(&whole).unwrap().rows_filled());
+        }
+
+        #[test]
+        fn a_window_keeps_the_last_bulk_rows(start in 0u64..5000, rows in 0u64..5000, window in 0u64..6000) {
+            let first = first_needed_row(start, start + rows, Some(window));
+            prop_assert_eq!(start + rows - first, rows.min(window));
+            prop_assert_eq!(first_needed_row(start, start + rows, None), start);
+        }
+    }
+
+    #[test]
+    fn absurd_counts_are_errors_and_not_overflows() {
+        let step = Step {
+            cached_tokens: u64::MAX,
+            step_tokens: 1,
+            n_ahead: u64::MAX,
+            tail: u64::MAX,
+            head: u64::MAX,
+            min_bulk: u64::MAX,
+            tile: u64::MAX,
+            logits_to_keep: u64::MAX,
+        };
+        assert_eq!(decide(&step).unwrap_err().kind(), "schedule");
+        assert_eq!(decide(&Step { step_tokens: 0, ..step }).unwrap().rows_filled(), 0);
+        assert_eq!(decide(&Step { tail: 0, ..step }).unwrap_err().kind(), "schedule");
+        assert_eq!(decide(&Step { tile: 0, ..step }).unwrap_err().kind(), "schedule");
+    }
+}

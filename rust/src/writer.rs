@@ -140,3 +140,114 @@ fn create_temporary(folder: &Path) -> io::Result<(PathBuf, File)> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mapfile::MapFile;
+    use std::process::Command;
+
+    const STEPS: [WriteStep; 7] = [
+        WriteStep::Created,
+        WriteStep::HeaderWritten,
+        WriteStep::HalfWritten,
+        WriteStep::Written,
+        WriteStep::Synced,
+        WriteStep::Renamed,
+        WriteStep::FolderSynced,
+    ];
+    const PATH: &str = "RIDGEFILL_TEST_PATH";
+    const STEP: &str = "RIDGEFILL_TEST_STEP";
+
+    fn write(path: &Path, value: u8, at: impl FnMut(WriteStep) -> io::Result<()>) -> Result<()> {
+        let bytes = [value; 4096];
+        let tensors = ["a", "b", "c"].map(|name| TensorData {
+            name: name.to_owned(),
+            dtype: Dtype::U8,
+            shape: vec![4096],
+            bytes: &bytes,
+        });
+        write_with(path, &tensors, &[("value".to_owned(), value.to_string())].into(), at)
+    }
+
+    /// The value a whole file holds; a torn one fails here.
+    fn value_of(path: &Path) -> u8 {
+        let file = MapFile::open(path, false).unwrap();
+        let data = file.read().unwrap();
+        assert_eq!(data.len(), 3 * 4096);
+        assert!(data.iter().all(|byte| *byte == data[0]));
+        assert_eq!(file.header().metadata["value"], data[0].to_string());
+        data[0]
+    }
+
+    fn files_in(folder: &Path) -> usize {
+        fs::read_dir(folder).unwrap().count()
+    }
+
+    fn renamed(step: WriteStep) -> bool {
+        matches!(step, WriteStep::Renamed | WriteStep::FolderSynced)
+    }
+
+    #[test]
+    #[ignore = "the process that `killed_at_every_step` starts and that dies"]
+    fn killed_child() {
+        let (path, step) = (std::env::var(PATH).unwrap(), std::env::var(STEP).unwrap());
+        let at = |reached| if format!("{reached:?}") == step { std::process::abort() } else { Ok(()) };
+        write(Path::new(&path), 2, at).unwrap();
+    }
+
+    #[test]
+    fn killed_at_every_step() {
+        for old in [true, false] {
+            for step in STEPS {
+                let folder = tempfile::tempdir().unwrap();
+                let path = folder.path().join("maps.safetensors");
+                if old {
+                    write(&path, 1, |_| Ok(())).unwrap();
+                }
+                let child = Command::new(std::env::current_exe().unwrap())
+                    .args(["--exact", "writer::tests::killed_child", "--ignored"])
+                    .env(PATH, &path)
+                    .env(STEP, format!("{step:?}"))
+                    .output()
+                    .unwrap();
+                assert!(child.status.code().is_none(), "{step:?}: the child was to die of a signal: {child:?}");
+                match (renamed(step), old) {
+                    (true, _) => assert_eq!(value_of(&path), 2, "{step:?}"),
+                    (false, true) => assert_eq!(value_of(&path), 1, "{step:?}"),
+                    (false, false) => assert!(!path.exists(), "{step:?}"),
+                }
+                // What a killed write leaves does not stop the next one.
+                write(&path, 3, |_| Ok(())).unwrap();
+                assert_eq!(value_of(&path), 3);
+            }
+        }
+    }
+
+    #[test]
+    fn a_failed_step_leaves_a_whole_file_and_nothing_else() {
+        for step in STEPS {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("maps.safetensors");
+            write(&path, 1, |_| Ok(())).unwrap();
+            let full = |reached| if reached == step { Err(io::Error::from_raw_os_error(libc::ENOSPC)) } else { Ok(()) };
+            let error = write(&path, 2, full).unwrap_err();
+            assert_eq!(error.kind(), "io");
+            assert_eq!(error.path.as_deref(), Some(path.as_path()));
+            assert_eq!(value_of(&path), if renamed(step) { 2 } else { 1 }, "{step:?}");
+            assert_eq!(files_in(folder.path()), 1, "{step:?}");
+        }
+    }
+
+    #[test]
+    fn the_steps_come_in_order_and_all_of_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut seen = Vec::new();
+        write(&folder.path().join("maps"), 1, |step| {
+            seen.push(step);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(seen, STEPS);
+    }
+}

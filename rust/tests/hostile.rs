@@ -109,9 +109,28 @@ enum Change {
 }
 
 const TOKENS: [&str; 22] = [
-    "{", "}", "[", "]", ",", ":", "\"", "\\", "\\u0000", "\\ud800", "null", "-1", "0", "99999999999999999999", "1e9",
-    "\"dtype\":\"F32\",", "\"__metadata__\":{},", "\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},", "BF16",
-    "NaN", " ", "[[[[[[[[[[[[[[[[",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "\"",
+    "\\",
+    "\\u0000",
+    "\\ud800",
+    "null",
+    "-1",
+    "0",
+    "99999999999999999999",
+    "1e9",
+    "\"dtype\":\"F32\",",
+    "\"__metadata__\":{},",
+    "\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},",
+    "BF16",
+    "NaN",
+    " ",
+    "[[[[[[[[[[[[[[[[",
 ];
 
 fn change() -> impl Strategy<Value = Change> {
@@ -208,8 +227,23 @@ fn greedy_headers() -> Vec<(&'static str, Vec<u8>)> {
         ("one long name", file(fill("{\"", "a", "\":1}", BIG))),
         ("one long value", file(fill(r#"{"__metadata__":{"a":""#, "a", "\"}}", BIG))),
         ("escapes", file(fill(r#"{"__metadata__":{"a":""#, "\\u0041", "\"}}", BIG))),
-        ("many keys", file(format!("{{\"__metadata__\":{{{}}}}}", (0..million / 2).map(|i| format!("\"{i}\":\"\"")).collect::<Vec<_>>().join(",")))),
-        ("many tensors", file(format!("{{{}}}", (0..130_000).map(|i| format!(r#""{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#)).collect::<Vec<_>>().join(",")))),
+        (
+            "many keys",
+            file(format!(
+                "{{\"__metadata__\":{{{}}}}}",
+                (0..million / 2).map(|i| format!("\"{i}\":\"\"")).collect::<Vec<_>>().join(",")
+            )),
+        ),
+        (
+            "many tensors",
+            file(format!(
+                "{{{}}}",
+                (0..130_000)
+                    .map(|i| format!(r#""{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#))
+                    .collect::<Vec<_>>()
+                    .join(",")
+            )),
+        ),
         ("deep nesting", file(fill("{\"a\":", "[", "", BIG))),
         ("white space", file(fill("{", " ", "}", BIG))),
         ("a length of 2^63", (1u64 << 63).to_le_bytes().to_vec()),
@@ -217,14 +251,56 @@ fn greedy_headers() -> Vec<(&'static str, Vec<u8>)> {
         ("rope of nothing", with_key("model", model.replace("10000.0", &fill("[", "0,", "0]", 127_000)))),
         ("rope of lists", with_key("model", model.replace("10000.0", &fill("[", "[],", "0]", 127_000)))),
         ("rope, deep", with_key("model", model.replace("10000.0", &"[".repeat(120_000)))),
-        ("a gate of keys", with_key("gate", format!("{{{}}}", (0..14_000).map(|i| format!("\"{i}\":0")).collect::<Vec<_>>().join(",")))),
-        ("layer types", with_key("model", model.replace("\"full_attention\",\"full", &fill("", "\"\",", "\"full", 127_000)))),
-        ("texts", with_key("fit", metadata()["fit"].replace("\"texts\":[", &fill("\"texts\":[", r#"{"name":"","sha256":"","rows":0},"#, "", million)))),
+        (
+            "a gate of keys",
+            with_key(
+                "gate",
+                format!("{{{}}}", (0..14_000).map(|i| format!("\"{i}\":0")).collect::<Vec<_>>().join(",")),
+            ),
+        ),
+        (
+            "layer types",
+            with_key("model", model.replace("\"full_attention\",\"full", &fill("", "\"\",", "\"full", 127_000))),
+        ),
+        (
+            "texts",
+            with_key(
+                "fit",
+                metadata()["fit"]
+                    .replace("\"texts\":[", &fill("\"texts\":[", r#"{"name":"","sha256":"","rows":0},"#, "", million)),
+            ),
+        ),
         ("metrics, a list", with_key("splits", metadata()["splits"].replace("0.2]", &fill("", "0,", "0]", million)))),
-        ("metrics, lists", with_key("splits", metadata()["splits"].replace("\"cos\":0.9", &(0..90_000).map(|i| format!("\"{i}\":[0]")).collect::<Vec<_>>().join(",")))),
-        ("layers", with_key("splits", metadata()["splits"].replace("\"layers\":[", &fill("\"layers\":[", r#"{"layer":1,"metrics":{}},"#, "", million)))),
-        ("splits", with_key("splits", format!("[{}]", vec![r#"{"split":1,"features":[],"target":"raw","lambda":1,"layers":[]}"#; 15_000].join(",")))),
-        ("features", with_key("splits", metadata()["splits"].replace("\"stream\"", &fill("", "\"\",", "\"stream\"", million)))),
+        (
+            "metrics, lists",
+            with_key(
+                "splits",
+                metadata()["splits"]
+                    .replace("\"cos\":0.9", &(0..90_000).map(|i| format!("\"{i}\":[0]")).collect::<Vec<_>>().join(",")),
+            ),
+        ),
+        (
+            "layers",
+            with_key(
+                "splits",
+                metadata()["splits"]
+                    .replace("\"layers\":[", &fill("\"layers\":[", r#"{"layer":1,"metrics":{}},"#, "", million)),
+            ),
+        ),
+        (
+            "splits",
+            with_key(
+                "splits",
+                format!(
+                    "[{}]",
+                    vec![r#"{"split":1,"features":[],"target":"raw","lambda":1,"layers":[]}"#; 15_000].join(",")
+                ),
+            ),
+        ),
+        (
+            "features",
+            with_key("splits", metadata()["splits"].replace("\"stream\"", &fill("", "\"\",", "\"stream\"", million))),
+        ),
     ]
 }
 
