@@ -69,9 +69,9 @@ def main():
     import ridgefill
 
     expect(ridgefill.__version__, "ridgefill has no version")
-    for name in ("attach", "fit"):
+    for name, arguments in (("attach", (object(), "maps.safetensors")), ("fit", (object(), None, ["text"]))):
         try:
-            getattr(ridgefill, name)(None, None, [])
+            getattr(ridgefill, name)(*arguments)
         except ImportError as error:
             expect("pip install" in str(error), f"ridgefill.{name}: {error!s} does not say what to install")
         except Exception as error:
