@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tiny import FAMILIES, tiny_model
+from tiny import FAMILIES, NUM_LAYERS, tiny_model
 from tiny_tokenizer import BOS, byte_tokenizer, random_text
 
 from ridgefill.capture import BlockInputs, special_prefix, text_windows
@@ -30,13 +30,12 @@ from ridgefill.solve import (
 )
 
 D = 32
-LAYERS = 5
 WINDOW = 96
 HEAD = 4
 
 
 def _model(family: str = "llama", **overrides: Any) -> Any:
-    return tiny_model(family, **{"hidden_size": D, "num_hidden_layers": LAYERS, **overrides})
+    return tiny_model(family, **{"hidden_size": D, **overrides})
 
 
 def _texts(count: int = 12, characters: int = WINDOW) -> list[str]:
@@ -125,7 +124,7 @@ def test_fit_equals_numpy_over_the_same_rows(family: str, target: str) -> None:
             hidden.append([state[0, HEAD:].double().numpy() for state in states])
     for split in (1, 2):
         x = np.concatenate([states[split] for states in hidden])
-        assert sorted(maps.splits[split].layers) == list(range(split + 1, LAYERS))
+        assert sorted(maps.splits[split].layers) == list(range(split + 1, NUM_LAYERS))
         assert maps.splits[split].target == target
         assert maps.fit["rows"] == len(x) == 11 * (WINDOW - HEAD)
         for layer, layer_map in maps.splits[split].layers.items():
@@ -186,8 +185,8 @@ def test_held_out_zero_uses_every_window_and_stores_no_figures() -> None:
 
 
 def test_the_last_layer_as_split_has_no_maps() -> None:
-    maps = fit(_model(), byte_tokenizer(), _texts(), (LAYERS - 1,), window_tokens=WINDOW)
-    assert maps.splits[LAYERS - 1].layers == {}
+    maps = fit(_model(), byte_tokenizer(), _texts(), (NUM_LAYERS - 1,), window_tokens=WINDOW)
+    assert maps.splits[NUM_LAYERS - 1].layers == {}
 
 
 def test_file_says_what_was_read(tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ def test_projected_keys_and_values_are_those_of_the_cache(family: str) -> None:
             # One token at position 0, where RoPE turns by nothing: the cache holds keys after k_norm, unrotated.
             output = model(torch.tensor([[token]]), use_cache=True, output_hidden_states=True)
             cache = getattr(output, "cache", None) or output.past_key_values
-            for layer in range(LAYERS):
+            for layer in range(NUM_LAYERS):
                 pair = project_keys_values(layout, layer, output.hidden_states[layer][0])
                 assert pair is not None
                 torch.testing.assert_close(pair[0], cache.layers[layer].keys[0].transpose(0, 1))
@@ -357,7 +356,7 @@ def test_hooks_are_gone_after_a_fit_and_after_an_exception_inside_the_forward(mo
     monkeypatch.setattr(model.model.layers[3].mlp, "forward", fails)
     with pytest.raises(RuntimeError, match="inside the forward"):
         fit(model, tokenizer, _texts(), (2,), window_tokens=WINDOW)
-    assert seen == [3]  # layers 2, 3 and 4 were watched
+    assert seen == [4]  # layers 2 to 5 are watched
     assert _hooks(model) == 0
 
 
@@ -409,8 +408,8 @@ def test_few_rows_warn_and_too_few_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"splits": (0,)}, "split 0: expected 1 <= split < 5"),
-        ({"splits": (2, 5)}, "split 5: expected 1 <= split < 5"),
+        ({"splits": (0,)}, "split 0: expected 1 <= split < 6"),
+        ({"splits": (2, 6)}, "split 6: expected 1 <= split < 6"),
         ({"splits": ()}, "expected at least one split"),
         ({"default_split": 3}, r"default_split 3: expected one of the splits \[2\]"),
         ({"ridge_lambda": "best"}, "ridge_lambda 'best'"),
