@@ -89,7 +89,7 @@ def write_map_file(
     """Writes a safetensors file atomically: at any kill point ``path`` holds the old file or the new one, whole.
 
     A temporary file in the same folder, fsync, rename, fsync of the folder. The mode is 0666 less the umask; a symbolic
-    link at ``path`` is followed. Equal arguments give equal bytes. The container's rules are checked first, so nothing is
+    link at ``path`` is followed. Equal arguments give equal bytes. The container's rules are checked first: nothing is
     written that ``MapFile.open`` or ``read`` would refuse; the map-file schema is not (``MapFile.schema`` does that).
 
     Args:

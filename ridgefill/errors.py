@@ -31,9 +31,7 @@ class _MapError(RidgeFillError, ValueError):
         return (_rebuild, (type(self), str(self), self.path, self.tensor, self.kind))
 
 
-def _rebuild(
-    cls: type[_MapError], message: str, path: str | None, tensor: str | None, kind: str
-) -> _MapError:
+def _rebuild(cls: type[_MapError], message: str, path: str | None, tensor: str | None, kind: str) -> _MapError:
     return cls(message, path=path, tensor=tensor, kind=kind)
 
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "map-format.md"
 # ---------------------------------------------------------------------------------------------- building files
 
 
-def raw(header: str | bytes | dict[str, Any], data: bytes = b"", *, length: int | None = None, pad: bool = True) -> bytes:
+def raw(
+    header: str | bytes | dict[str, Any], data: bytes = b"", *, length: int | None = None, pad: bool = True
+) -> bytes:
     """A file with exactly this header; padded to 8 unless a test is about that."""
     text = json.dumps(header) if isinstance(header, dict) else header
     encoded = text.encode() if isinstance(text, str) else text
@@ -155,7 +158,10 @@ CONTAINERS: dict[str, tuple[str, bytes]] = {
     "a shape that is a number": ("wrong_type", raw({"a": {**GOOD, "shape": 2}}, FLOATS)),
     "a negative dimension": ("wrong_type", raw({"a": tensor(shape=[-2])}, FLOATS)),
     "a fractional dimension": ("wrong_type", raw({"a": tensor(shape=[2.0])}, FLOATS)),
-    "a dimension with a leading zero": ("wrong_type", raw('{"a":{"dtype":"F32","shape":[02],"data_offsets":[0,8]}}', FLOATS)),
+    "a dimension with a leading zero": (
+        "wrong_type",
+        raw('{"a":{"dtype":"F32","shape":[02],"data_offsets":[0,8]}}', FLOATS),
+    ),
     "a dimension over 2^64": ("wrong_type", raw({"a": tensor(shape=[2**64])}, FLOATS)),
     "a dimension over 2^20": ("dimension", raw({"a": tensor("U8", [2**20 + 1], [0, 2**20 + 1])}, bytes(2**20 + 1))),
     "nine dimensions": ("too_many_dimensions", raw({"a": tensor(shape=[1] * 8 + [2])}, FLOATS)),
@@ -197,7 +203,7 @@ NON_FINITE = {
 
 
 def check_message(error: MapFormatError | MapSchemaError | MapMismatchError, path: Path, kind: str) -> None:
-    assert error.kind == kind, str(error)
+    assert error.kind == kind != "", str(error)
     assert error.path == str(path)
     assert str(error).startswith(f"{path}: ")
     assert isinstance(error, RidgeFillError)
@@ -244,7 +250,11 @@ def test_the_largest_finite_values_are_read(tmp_path: Path) -> None:
 def test_the_corpus_is_large_enough() -> None:
     assert len(CONTAINERS) + len(SCHEMAS) + len(NON_FINITE) >= 40
     documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))
-    covered = {kind for kind, *_ in [*CONTAINERS.values(), *SCHEMAS.values()]} | {"non_finite", "not_regular", "reserved_name"}
+    covered = {kind for kind, *_ in [*CONTAINERS.values(), *SCHEMAS.values()]} | {
+        "non_finite",
+        "not_regular",
+        "reserved_name",
+    }
     assert documented == covered, "docs/map-format.md lists exactly the kinds that this corpus reaches"
 
 
@@ -432,25 +442,28 @@ def test_a_mapped_file_is_borrowed_and_read_only(tmp_path: Path) -> None:
 
 
 def test_reading_releases_the_gil(tmp_path: Path) -> None:
-    size = 256 << 20
+    size = 128 << 20
     path = tmp_path / "big"
     with path.open("wb") as stream:
-        stream.write(raw({"a": tensor("BF16", [128, 1 << 20], [0, size])}))
+        stream.write(raw({"a": tensor("BF16", [64, 1 << 20], [0, size])}))
         stream.truncate(stream.tell() + size)
     file = _core.MapFile.open(path)
-    ticks, done = 0, threading.Event()
+    span: list[float] = []
 
     def read() -> None:
+        span.append(time.perf_counter())
         file.read()
-        done.set()
+        span.append(time.perf_counter())
 
+    ticks = []
     thread = threading.Thread(target=read)
     thread.start()
-    while not done.is_set():
-        ticks += 1
-    thread.join()
-    # With the GIL held this thread would get a turn only before and after the read.
-    assert ticks > 1000
+    while thread.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(0.001)
+    during = [tick for tick in ticks if span[0] < tick < span[1]]
+    # With the GIL held, this thread could run only in the instants before and after the read itself.
+    assert len(during) >= 5, f"{len(during)} ticks in {span[1] - span[0]:.3f} s"
 
 
 def test_a_file_of_the_safetensors_package_is_read_alike(tmp_path: Path) -> None:
@@ -460,7 +473,7 @@ def test_a_file_of_the_safetensors_package_is_read_alike(tmp_path: Path) -> None
         "f16": np.ones((3, 1), np.float16),
         "i8": np.arange(-3, 4, dtype=np.int8),
         "empty": np.zeros((0, 4), np.float32),
-        "scalar": np.float32(3.5).reshape(()),
+        "scalar": np.full((), 3.5, np.float32),
     }
     path = tmp_path / "theirs"
     path.write_bytes(safetensors_save(arrays, {"who": "safetensors"}))
@@ -483,13 +496,12 @@ def accepted_alike(content: bytes, path: Path) -> bool:
         file = _core.MapFile.open(path)
         data = file.read()
     except MapFormatError as error:
-        assert error.path == str(path)
-        assert error.kind
+        check_message(error, path, error.kind)
         return False
     try:
         file.schema()
     except MapSchemaError as error:
-        assert error.path == str(path)
+        check_message(error, path, error.kind)
     theirs = dict(safetensors.deserialize(content))
     assert theirs.keys() == {info.name for info in file.tensors}
     for info in file.tensors:
@@ -504,7 +516,7 @@ def accepted_alike(content: bytes, path: Path) -> bool:
 TOKENS = [b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\", b"null", b"-1", b"0", b"1e9", b" ", b'"dtype":"F32",']
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(data=st.data())
 def test_mutated_files(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
@@ -620,7 +632,11 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no split at all": ("splits", {"splits": "[]"}, "is empty"),
     "splits that descend": ("splits", {"splits": json.dumps(SPLITS[::-1])}, "expected ascending"),
     "a split twice": ("splits", {"splits": json.dumps([SPLITS[0], SPLITS[0]])}, "expected ascending"),
-    "a split past the model": ("splits", {"splits": splits_json(1, split=4, layers=[])}, "past the model's last layer, 3"),
+    "a split past the model": (
+        "splits",
+        {"splits": splits_json(1, split=4, layers=[])},
+        "past the model's last layer, 3",
+    ),
     "an unknown split field": ("splits", {"splits": splits_json(colour=1)}, "unknown field `colour`"),
     "an unknown target": ("splits", {"splits": splits_json(target="logits")}, "unknown variant `logits`"),
     "a negative lambda": ("splits", {"splits": splits_json(**{"lambda": -1})}, "lambda is -1"),
@@ -628,16 +644,28 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a map for the split itself": ("splits", {"splits": splits_json(layers=layers(1, 2))}, "layer 1 after 1"),
     "a layer past the model": ("splits", {"splits": splits_json(layers=layers(2, 4))}, "layer 4 after 2"),
     "layers that descend": ("splits", {"splits": splits_json(layers=layers(3, 2))}, "layer 2 after 3"),
-    "a metric in words": ("splits", {"splits": splits_json(layers=layers(2, 3, metrics={"a": "b"}))}, "a number or a list"),
+    "a metric in words": (
+        "splits",
+        {"splits": splits_json(layers=layers(2, 3, metrics={"a": "b"}))},
+        "a number or a list",
+    ),
     "a metric of lists": ("splits", {"splits": splits_json(layers=layers(2, 3, metrics={"a": [[1]]}))}, "invalid type"),
-    "a metric that is true": ("splits", {"splits": splits_json(layers=layers(2, 3, metrics={"a": True}))}, "a number or a list"),
+    "a metric that is true": (
+        "splits",
+        {"splits": splits_json(layers=layers(2, 3, metrics={"a": True}))},
+        "a number or a list",
+    ),
     "a metric twice": (
         "splits",
         {"splits": json.dumps(SPLITS).replace('"quantiles"', '"key_cosine"')},
         'key "key_cosine" is given twice',
     ),
     "no features": ("features", {"splits": splits_json(features=[])}, 'must start with "stream"'),
-    "a stream that is not first": ("features", {"splits": splits_json(features=["previous:1", "stream"])}, "must start"),
+    "a stream that is not first": (
+        "features",
+        {"splits": splits_json(features=["previous:1", "stream"])},
+        "must start",
+    ),
     "two streams": ("features", {"splits": splits_json(features=["stream", "stream"])}, '"stream" is unknown'),
     "a feature twice": ("features", {"splits": splits_json(features=["stream", "mlp", "mlp"])}, "given twice"),
     "previous without a number": ("features", {"splits": splits_json(features=["stream", "previous:"])}, "is unknown"),
@@ -649,8 +677,8 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a gate that is a list": ("gate", {"gate": "[]"}, "expected an object"),
     "a gate key twice": ("gate", {"gate": '{"a":1,"a":2}'}, 'key "a" is given twice'),
     # These change the list of layers or features, so that the tensors no longer fit.
-    "a tensor missing": ("missing_tensor", {"splits": splits_json(1, split=0)}, "split.0.layer.3.weight"),
-    "a tensor of no layer": ("unexpected_tensor", {"splits": splits_json(layers=layers(2))}, "split.1.layer.3.weight"),
+    "a tensor missing": ("missing_tensor", {"splits": splits_json(split=0)}, "split.0.layer.2.weight"),
+    "a tensor of no layer": ("unexpected_tensor", {"splits": splits_json(layers=layers(2))}, "split.1.layer.3.bias"),
     "a width of too few features": ("tensor_shape", {"splits": splits_json(features=["stream"])}, "[4, 4]"),
     "a width of too many features": (
         "tensor_shape",
@@ -710,7 +738,9 @@ def test_a_valid_file_gives_one_canonical_document(tmp_path: Path, weight: str) 
     assert _core.MapFile.open(path).schema() == text
 
 
-@pytest.mark.parametrize("features", [["stream", "previous:1"], ["stream", "mean:0.95"], ["stream", "mlp"], ["stream", "mlp:4"]])
+@pytest.mark.parametrize(
+    "features", [["stream", "previous:1"], ["stream", "mean:0.95"], ["stream", "mlp"], ["stream", "mlp:4"]]
+)
 def test_every_feature_name(tmp_path: Path, features: list[str]) -> None:
     write_good(tmp_path / "maps", splits=splits_json(features=features))
     assert json.loads(_core.MapFile.open(tmp_path / "maps").schema())["splits"][0]["features"] == features
@@ -743,7 +773,12 @@ def compare(**changes: Any) -> list[tuple[str, str]]:
         ("vocab_size", {"vocab_size": 17}, "17", "16"),
         ("layer_types", {"layer_types": ["full_attention"] * 4}, '"full_attention" at layer 2', '"sliding_attention"'),
         ("sliding_window", {"sliding_window": None}, "none", "8"),
-        ("rope", {"rope": {"rope_theta": 5e5, "scaling": {"factors": [1, 2.5]}}}, "rope.rope_theta = \"500000.0\"", "10000.0"),
+        (
+            "rope",
+            {"rope": {"rope_theta": 5e5, "scaling": {"factors": [1, 2.5]}}},
+            "rope.rope_theta = 500000.0",
+            "10000.0",
+        ),
         ("rope", {"rope": {"rope_theta": 1e4, "scaling": {"factors": [1, 2]}}}, "rope.scaling.factors[1]", "2.5"),
         ("rope", {"rope": {"rope_theta": 1e4}}, "rope.scaling = nothing", "factors"),
         ("tokenizer", {"tokenizer": HASH}, HASH, HASH[::-1]),
@@ -791,7 +826,11 @@ def test_errors_pickle_with_their_attributes() -> None:
 
 def test_the_stub_is_what_the_extension_has() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "mypy.stubtest", "ridgefill._core"], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "mypy.stubtest", "ridgefill._core"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -111,7 +111,7 @@ def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, kind: str) 
 
 
 def test_bytes_that_are_not_contiguous_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="numpy.ascontiguousarray"):
+    with pytest.raises(ValueError, match="pass numpy"):
         _core.write_map_file(tmp_path / "maps", [("w", "U8", [2], np.zeros(4, np.uint8)[::2])], {})
     assert os.listdir(tmp_path) == []
 

@@ -343,7 +343,10 @@ impl Cursor<'_> {
     }
 
     fn wrong_type(&self, what: &'static str, expected: &'static str) -> Error {
-        Fault::WrongType { at: self.at, what, expected }.into()
+        match self.peek() {
+            Some(_) => Fault::WrongType { at: self.at, what, expected }.into(),
+            None => self.expected("a value"),
+        }
     }
 
     fn skip_space(&mut self) {
