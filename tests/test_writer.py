@@ -23,7 +23,7 @@ from ridgefill.errors import MapFormatError
 
 
 def write(path: Path | str, value: int, size: int = 64) -> None:
-    _core.write_map_file(path, [("w", "U8", [size], np.full(size, value, np.uint8))], {"value": str(value)})
+    _core.write_map_file(path, [("w", "U8", [size // 64, 64], np.full(size, value, np.uint8))], {"value": str(value)})
 
 
 def value_of(path: Path) -> int:

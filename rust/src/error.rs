@@ -16,6 +16,8 @@ pub struct Error {
     pub path: Option<PathBuf>,
     /// The tensor, when the failure is about one.
     pub tensor: Option<String>,
+    /// Whether the file was being written: then the caller's arguments are at fault, and the file is not damaged.
+    pub writing: bool,
 }
 
 /// The branch of the exception tree a failure belongs to.
@@ -268,7 +270,7 @@ impl fmt::Display for Error {
         }
         self.fault.fmt(f)?;
         match self.fault.class() {
-            Class::Format if self.path.is_some() => {
+            Class::Format if self.path.is_some() && !self.writing => {
                 write!(
                     f,
                     " (the file is damaged or is not a map file: copy it again, or write it with `ridgefill fit`)"
@@ -286,7 +288,7 @@ impl std::error::Error for Error {}
 
 impl From<Fault> for Error {
     fn from(fault: Fault) -> Self {
-        Self { fault, path: None, tensor: None }
+        Self { fault, path: None, tensor: None, writing: false }
     }
 }
 

@@ -180,7 +180,10 @@ fn write_map_file(
 ) -> PyResult<()> {
     let mut list = Vec::with_capacity(tensors.len());
     for (name, dtype, shape, array) in &tensors {
-        let refuse = |fault: Fault| to_exception(py, &Error::from(fault).in_tensor(name).in_file(&path));
+        let refuse = |fault: Fault| {
+            let error = Error::from(fault).in_tensor(name).in_file(&path);
+            to_exception(py, &Error { writing: true, ..error })
+        };
         let dtype = Dtype::parse(dtype).ok_or_else(|| refuse(Fault::UnknownDtype { found: dtype.clone() }))?;
         let bytes = array.as_slice().map_err(|_| {
             PyValueError::new_err(format!(

@@ -80,7 +80,7 @@ fn write_with(
         at(WriteStep::FolderSynced)?;
         Ok(())
     };
-    write(&mut at).map_err(|error: Error| error.in_file(path))
+    write(&mut at).map_err(|error: Error| Error { writing: true, ..error.in_file(path) })
 }
 
 /// Returns the file's first bytes and the tensors in the order of their data, having checked what a reader will.

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, TestRunner};
-use ridgefill_core::header::{self, Dtype, TensorInfo};
+use ridgefill_core::error::Error;
+use ridgefill_core::header::{self, Dtype, Header, TensorInfo};
 use ridgefill_core::schema;
 
 /// The system's allocator with a high-water mark. The two tests of this file share it, so it is run by one of them.
@@ -42,14 +43,12 @@ fn peak_of<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (result, PEAK.load(Relaxed) - before)
 }
 
-/// The path that a file's bytes take: container, values, schema, and the document handed to Python.
-fn read_all(bytes: &[u8]) -> Result<header::Header, ridgefill_core::error::Error> {
+/// The path that a file's bytes take: container, values, schema, and the document handed to Python. An accepted
+/// container comes with the schema's error, if it is no map file.
+fn read_all(bytes: &[u8]) -> Result<(Header, Option<Error>), Error> {
     let (header, _) = header::parse_file(bytes)?;
-    // Most containers are no map files: an error here is a result like any other.
-    if let Ok(schema) = schema::validate(&header) {
-        schema.to_json()?;
-    }
-    Ok(header)
+    let error = schema::validate(&header).and_then(|schema| schema.to_json()).err();
+    Ok((header, error))
 }
 
 fn metadata() -> BTreeMap<String, String> {
@@ -187,7 +186,7 @@ fn repair_length(bytes: &mut [u8], data_bytes: usize) {
 fn check(bytes: &[u8], accepted: &mut u64) {
     let (result, peak) = peak_of(|| read_all(bytes));
     assert!(peak <= bytes.len() + SLACK_BYTES, "{peak} bytes held for a file of {}", bytes.len());
-    let Ok(ours) = result else { return };
+    let Ok((ours, _)) = result else { return };
     *accepted += 1;
     let theirs = safetensors::SafeTensors::deserialize(bytes).expect("accepted here, so safetensors must accept it");
     let data = &header::parse_file(bytes).unwrap().1;
@@ -203,8 +202,9 @@ fn check(bytes: &[u8], accepted: &mut u64) {
     assert_eq!(theirs.into_iter().collect::<BTreeMap<_, _>>(), ours.metadata);
 }
 
-/// Headers built to make a reader allocate: each is as large as the caps allow, or larger.
-fn greedy_headers() -> Vec<(&'static str, Vec<u8>)> {
+/// Headers built to make a reader allocate, each as large as the caps allow or larger, and the kind that ends it (so
+/// that a greedy document is known to reach the code that parses it).
+fn greedy_headers() -> Vec<(&'static str, &'static str, Vec<u8>)> {
     const BIG: usize = 8 << 20;
     let file = |json: String| {
         let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
@@ -220,96 +220,85 @@ fn greedy_headers() -> Vec<(&'static str, Vec<u8>)> {
         header::encode(&[], &metadata)
     };
     let model = metadata()["model"].clone();
-    let million = 1_000_000;
+    let (fit, splits) = (metadata()["fit"].clone(), metadata()["splits"].clone());
+    // Almost all of the metadata's 1 MiB, and of the 128 KiB of a free document.
+    let (most, free) = (1_000_000, 127_000);
+    let list = |unit: &str, end: &str, total: usize| fill("[", unit, end, total);
+    let pairs = |count: usize, value: &str| {
+        (0..count).map(|index| format!("\"{index}\":{value}")).collect::<Vec<_>>().join(",")
+    };
+    let first = |text: &str, from: &str, to: String| text.replacen(from, &to, 1);
     vec![
-        ("a shape of millions", file(fill(r#"{"a":{"dtype":"U8","shape":["#, "0,", "0]}}", BIG))),
-        ("offsets of millions", file(fill(r#"{"a":{"data_offsets":["#, "0,", "0]}}", BIG))),
-        ("one long name", file(fill("{\"", "a", "\":1}", BIG))),
-        ("one long value", file(fill(r#"{"__metadata__":{"a":""#, "a", "\"}}", BIG))),
-        ("escapes", file(fill(r#"{"__metadata__":{"a":""#, "\\u0041", "\"}}", BIG))),
         (
-            "many keys",
-            file(format!(
-                "{{\"__metadata__\":{{{}}}}}",
-                (0..million / 2).map(|i| format!("\"{i}\":\"\"")).collect::<Vec<_>>().join(",")
-            )),
+            "a shape of millions",
+            "too_many_dimensions",
+            file(fill(r#"{"a":{"dtype":"U8","shape":["#, "0,", "0]}}", BIG)),
         ),
+        ("offsets of millions", "wrong_type", file(fill(r#"{"a":{"data_offsets":["#, "0,", "0]}}", BIG))),
+        ("one long name", "name_too_long", file(fill("{\"", "a", "\":1}", BIG))),
+        ("one long value", "metadata_too_large", file(fill(r#"{"__metadata__":{"a":""#, "a", "\"}}", BIG))),
+        ("escapes", "metadata_too_large", file(fill(r#"{"__metadata__":{"a":""#, "\\u0041", "\"}}", BIG))),
+        ("many keys", "too_many_metadata_keys", file(format!("{{\"__metadata__\":{{{}}}}}", pairs(500_000, "\"\"")))),
         (
             "many tensors",
-            file(format!(
-                "{{{}}}",
-                (0..130_000)
-                    .map(|i| format!(r#""{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#))
-                    .collect::<Vec<_>>()
-                    .join(",")
-            )),
+            "too_many_tensors",
+            file(format!("{{{}}}", pairs(130_000, r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#))),
         ),
-        ("deep nesting", file(fill("{\"a\":", "[", "", BIG))),
-        ("white space", file(fill("{", " ", "}", BIG))),
-        ("a length of 2^63", (1u64 << 63).to_le_bytes().to_vec()),
-        ("a length beyond the file", (4u64 << 20).to_le_bytes().to_vec()),
-        ("rope of nothing", with_key("model", model.replace("10000.0", &fill("[", "0,", "0]", 127_000)))),
-        ("rope of lists", with_key("model", model.replace("10000.0", &fill("[", "[],", "0]", 127_000)))),
-        ("rope, deep", with_key("model", model.replace("10000.0", &"[".repeat(120_000)))),
-        (
-            "a gate of keys",
-            with_key(
-                "gate",
-                format!("{{{}}}", (0..14_000).map(|i| format!("\"{i}\":0")).collect::<Vec<_>>().join(",")),
-            ),
-        ),
+        ("deep nesting", "wrong_type", file(fill("{\"a\":", "[", "", BIG))),
+        ("white space", "missing_key", file(fill("{", " ", "}", BIG))),
+        ("a length of 2^63", "header_too_large", (1u64 << 63).to_le_bytes().to_vec()),
+        ("a length beyond the file", "header_past_end", (4u64 << 20).to_le_bytes().to_vec()),
+        ("rope of numbers", "missing_tensor", with_key("model", first(&model, "10000.0", list("0,", "0]", free)))),
+        ("rope of lists", "missing_tensor", with_key("model", first(&model, "10000.0", list("[],", "0]", free)))),
+        ("rope, deep", "model", with_key("model", first(&model, "10000.0", "[".repeat(free)))),
+        ("a gate of keys", "missing_tensor", with_key("gate", format!("{{{}}}", pairs(14_000, "0")))),
         (
             "layer types",
-            with_key("model", model.replace("\"full_attention\",\"full", &fill("", "\"\",", "\"full", 127_000))),
+            "model",
+            with_key(
+                "model",
+                first(&model, "[\"full_attention\"", fill("", "\"\",", "\"\"", free).replacen('"', "[\"", 1)),
+            ),
         ),
         (
             "texts",
+            "fit",
             with_key(
                 "fit",
-                metadata()["fit"]
-                    .replace("\"texts\":[", &fill("\"texts\":[", r#"{"name":"","sha256":"","rows":0},"#, "", million)),
+                first(&fit, "\"texts\":[", fill("\"texts\":[", r#"{"name":"","sha256":"","rows":0},"#, "", most)),
             ),
         ),
-        ("metrics, a list", with_key("splits", metadata()["splits"].replace("0.2]", &fill("", "0,", "0]", million)))),
-        (
-            "metrics, lists",
-            with_key(
-                "splits",
-                metadata()["splits"]
-                    .replace("\"cos\":0.9", &(0..90_000).map(|i| format!("\"{i}\":[0]")).collect::<Vec<_>>().join(",")),
-            ),
-        ),
+        ("metrics, a list", "missing_tensor", with_key("splits", first(&splits, "[0.1,0.2]", list("0,", "0]", most)))),
+        ("metrics, names", "missing_tensor", with_key("splits", first(&splits, "\"cos\":0.9", pairs(100_000, "0")))),
+        ("metrics, lists", "missing_tensor", with_key("splits", first(&splits, "\"cos\":0.9", pairs(80_000, "[0]")))),
         (
             "layers",
+            "splits",
             with_key(
                 "splits",
-                metadata()["splits"]
-                    .replace("\"layers\":[", &fill("\"layers\":[", r#"{"layer":1,"metrics":{}},"#, "", million)),
+                first(&splits, "\"layers\":[", fill("\"layers\":[", r#"{"layer":1,"metrics":{}},"#, "", most)),
             ),
         ),
         (
             "splits",
-            with_key(
-                "splits",
-                format!(
-                    "[{}]",
-                    vec![r#"{"split":1,"features":[],"target":"raw","lambda":1,"layers":[]}"#; 15_000].join(",")
-                ),
-            ),
+            "splits",
+            with_key("splits", list(r#"{"split":1,"features":[],"target":"raw","lambda":1,"layers":[]},"#, "0]", most)),
         ),
-        (
-            "features",
-            with_key("splits", metadata()["splits"].replace("\"stream\"", &fill("", "\"\",", "\"stream\"", million))),
-        ),
+        ("features", "features", with_key("splits", first(&splits, "\"stream\"", fill("", "\"\",", "\"\"", most)))),
     ]
 }
 
 #[test]
 fn hostile_files() {
     // One test: the high-water mark is the process's.
-    for (name, bytes) in greedy_headers() {
-        let (_, peak) = peak_of(|| read_all(&bytes).map(drop));
+    for (name, kind, bytes) in greedy_headers() {
+        let (found, peak) = peak_of(|| read_all(&bytes));
         println!("{name}: {} bytes in, {peak} at the peak", bytes.len());
+        assert_eq!(
+            found.map_or_else(|error| error.kind(), |(_, schema)| schema.map_or("", |error| error.kind())),
+            kind,
+            "{name}"
+        );
         assert!(peak <= bytes.len() + SLACK_BYTES, "{name}: {peak} bytes held for a file of {}", bytes.len());
     }
     let (_, peak) = peak_of(|| vec![0u8; SLACK_BYTES + 1]);
