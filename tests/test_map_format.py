@@ -660,6 +660,11 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"splits": json.dumps(SPLITS).replace('"quantiles"', '"key_cosine"')},
         'key "key_cosine" is given twice',
     ),
+    "seventeen features": (
+        "splits",
+        {"splits": splits_json(features=["stream", *(f"previous:{k}" for k in range(1, 17))])},
+        "at most 16",
+    ),
     "no features": ("features", {"splits": splits_json(features=[])}, 'must start with "stream"'),
     "a stream that is not first": (
         "features",

@@ -10,6 +10,8 @@ use serde_json::{Map, Value};
 use crate::error::{Error, Fault, Result, quoted};
 use crate::header::{Dtype, Header, MAX_DIMENSION, TensorInfo};
 
+/// The most features of a split: a list of empty names would otherwise grow its text tenfold.
+const MAX_FEATURES: usize = 16;
 /// The keys of the metadata that are no key of the user's own ("x_...").
 const KEYS: [&str; 8] = ["credit", "default_split", "fit", "format", "gate", "model", "splits", "version"];
 /// The largest free JSON ("model" with its rope parameters, "gate"): parsed, text grows up to 32 times.
@@ -80,6 +82,7 @@ pub enum Target {
 #[allow(missing_docs)]
 pub struct Split {
     pub split: u64,
+    #[serde(deserialize_with = "few_features")]
     pub features: Vec<String>,
     pub target: Target,
     pub lambda: f64,
@@ -493,6 +496,29 @@ impl<'de> Visitor<'de> for StrictVisitor {
         }
         Ok(map.into())
     }
+}
+
+fn few_features<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<String>, D::Error> {
+    struct FeaturesVisitor;
+    impl<'de> Visitor<'de> for FeaturesVisitor {
+        type Value = Vec<String>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "a list of at most {MAX_FEATURES} feature names")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> std::result::Result<Vec<String>, A::Error> {
+            let mut features = Vec::new();
+            while let Some(feature) = access.next_element()? {
+                if features.len() == MAX_FEATURES {
+                    return Err(de::Error::invalid_length(MAX_FEATURES + 1, &self));
+                }
+                features.push(feature);
+            }
+            Ok(features)
+        }
+    }
+    deserializer.deserialize_seq(FeaturesVisitor)
 }
 
 /// A layer's held-out figures by name.

@@ -284,7 +284,7 @@ fn greedy_headers() -> Vec<(&'static str, &'static str, Vec<u8>)> {
             "splits",
             with_key("splits", list(r#"{"split":1,"features":[],"target":"raw","lambda":1,"layers":[]},"#, "0]", most)),
         ),
-        ("features", "features", with_key("splits", first(&splits, "\"stream\"", fill("", "\"\",", "\"\"", most)))),
+        ("features", "splits", with_key("splits", first(&splits, "\"stream\"", fill("", "\"\",", "\"\"", most)))),
     ]
 }
 
