@@ -24,12 +24,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import ridgefill
 import torch
+from torch import nn
+
+import ridgefill
 from ridgefill import _core
 from ridgefill.layout import decoder_layout, fingerprint, model_shape
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
-from torch import nn
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,7 @@ def peak_memory(name: str, dtype: torch.dtype, filled: bool, tokens: int | None)
     model = load(name, dtype)
     maps = random_maps(model, case.split)
     ids = torch.randint(5, model.config.vocab_size, (1, tokens or case.tokens))
-    attachment = ridgefill.attach(
-        model, maps, split=case.split, tail=case.tail, tier="speed" if filled else "exact"
-    )
+    attachment = ridgefill.attach(model, maps, split=case.split, tail=case.tail, tier="speed" if filled else "exact")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     first_logits(model, ids)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

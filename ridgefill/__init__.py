@@ -21,8 +21,6 @@ _HOMES = {
     "RidgeMaps": "ridgefill.maps",
     "fit": "ridgefill.solve",
 }
-# What a missing import means to a user: the extra that brings it.
-_EXTRAS = {"torch": "torch", "transformers": "hf", "cupy": "cuda"}
 
 __all__ = ["Attachment", "RidgeMaps", "__version__", "attach", "fit"]
 
@@ -32,6 +30,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ridgefill' has no attribute {name!r}")
     import importlib
 
+    if name != "__version__":
+        try:
+            import torch  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ImportError(f"ridgefill.{name} needs PyTorch: pip install 'ridgefill[hf]'", name="torch") from error
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

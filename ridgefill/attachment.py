@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -22,7 +23,6 @@ from ridgefill.synth import resident_maps
 from ridgefill.writers import late_layer_writers
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -122,7 +122,8 @@ class Attachment:
             self._abandon()  # an interrupt ended the last call without its forward hook
         rows = step_rows(self.signature, args, kwargs)
         if rows == 1:
-            self.counters["decode"] += 1
+            with self._lock:
+                self.counters["decode"] += 1
             return None
         if rows < self.rule.tail + self.rule.min_bulk:
             self._run_exact(f"{rows} rows are fewer than tail={self.rule.tail} and min_bulk={self.rule.min_bulk}")
@@ -193,9 +194,10 @@ class Attachment:
                 self.counters["undone after an exception"] += 1
 
     def _run_exact(self, reason: str, *, log: bool = False) -> None:
+        kind = re.sub(r"\d+", "#", reason)  # 159 and 160 rows are one kind of reason
         with self._lock:
-            first = reason not in self.counters
-            self.counters[reason] += 1
+            first = kind not in self.counters
+            self.counters[kind] += 1
             self.history.append(_record(reason))
         if log and first:
             _log.warning("a long prefill runs stock: %s", reason)

@@ -51,7 +51,7 @@ class Signature:
 
 def step_rows(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The number of rows a call brings, found without looking at anything else; 0 when it cannot be told."""
-    inputs = kwargs.get("input_ids")
+    inputs: Any = kwargs.get("input_ids")
     if inputs is None:
         inputs = args[0] if args else kwargs.get("inputs_embeds")
     return inputs.shape[1] if getattr(inputs, "ndim", 0) >= 2 else 0
@@ -68,7 +68,7 @@ def prepare(
     inputs = {n: arguments[n] for n in ("input_ids", "inputs_embeds") if arguments.get(n) is not None}
     if len(inputs) != 1:
         return None, f"expected one of input_ids and inputs_embeds, found {sorted(inputs) or 'neither'}"
-    batch, rows = next(iter(inputs.values())).shape[:2]
+    rows = next(iter(inputs.values())).shape[1]
     cache = next((arguments[n] for n in _CACHE_NAMES if arguments.get(n) is not None), None)
     if cache is not None and (refusal := caches.refusal(cache, layout)):
         return None, refusal

@@ -199,7 +199,7 @@ def _write_late_layer(
 
 
 def _cut_rows(layer_kwargs: dict[str, Any], rows: slice, total_rows: int) -> dict[str, Any]:
-    """A layer's keyword arguments for some of its rows: position ids ``[..., rows]``, rotary tables ``[..., rows, dim]``."""
+    """A layer's keyword arguments for some rows: position ids ``[..., rows]``, rotary tables ``[..., rows, dim]``."""
     import torch
 
     cut = dict(layer_kwargs)

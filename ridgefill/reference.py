@@ -21,7 +21,7 @@ def rms_norm(hidden_states: torch.Tensor, gain: torch.Tensor, eps: float) -> tor
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding in its half-split form: ``[batch, heads, rows, dim]`` with tables ``[batch, rows, dim]``."""
+    """Half-split rotary embedding of ``[batch, heads, rows, dim]`` by tables ``[batch, rows, dim]``, in float64."""
     import torch
 
     half = states.shape[-1] // 2

@@ -24,7 +24,7 @@ class ResidentMap:
         import torch
 
         rows = features.to(self.weight.device).flatten(0, 1)  # [batch * rows, n_in]
-        return torch.addmm(self.bias, rows, self.weight).unflatten(0, features.shape[:2])
+        return torch.addmm(self.bias, rows, self.weight).view(*features.shape[:2], -1)
 
 
 def resident_maps(split_maps: SplitMaps, layout: DecoderLayout) -> dict[int, ResidentMap]:

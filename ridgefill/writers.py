@@ -64,12 +64,11 @@ def direct_writer(layout: DecoderLayout, layer_idx: int) -> Writer | None:
     layer = layout.layers[layer_idx]
     attention = getattr(layer, "self_attn", None)
     norm = getattr(layer, "input_layernorm", None)
-    projections = [getattr(attention, name, None) for name in ("k_proj", "v_proj")]
+    k_proj, v_proj = getattr(attention, "k_proj", None), getattr(attention, "v_proj", None)
     rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     head_dim = getattr(attention, "head_dim", None)
-    if norm is None or None in projections or rotate is None or head_dim is None:
+    if norm is None or k_proj is None or v_proj is None or rotate is None or head_dim is None:
         return None
-    k_proj, v_proj = projections
     k_norm = getattr(attention, "k_norm", None)
 
     def write(block_input: torch.Tensor, layer_kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

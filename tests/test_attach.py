@@ -12,8 +12,12 @@ import weakref
 from typing import Any
 
 import pytest
-import ridgefill
 import torch
+from tiny import SPLIT, left_padded, prompt, random_maps, tiny_model
+from torch import nn
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+import ridgefill
 from ridgefill import caches
 from ridgefill.errors import (
     AlreadyAttachedError,
@@ -23,9 +27,6 @@ from ridgefill.errors import (
     UnsupportedModelError,
 )
 from ridgefill.layout import cache_argument_name, decoder_layout
-from tiny import SPLIT, left_padded, prompt, random_maps, tiny_model
-from torch import nn
-from transformers import DynamicCache, QuantizedCache, StaticCache
 
 ROWS, TAIL, HEAD, MIN_BULK = 160, 32, 4, 16
 SETTINGS: dict[str, Any] = {"tail": TAIL, "head": HEAD, "min_bulk": MIN_BULK}
@@ -76,7 +77,6 @@ def test_a_split_that_the_file_lacks_is_refused(llama: nn.Module) -> None:
     [
         ("model_type", "qwen2"),
         ("hidden_size", 128),
-        ("num_hidden_layers", 12),
         ("num_key_value_heads", 4),
         ("head_dim", 32),
         ("vocab_size", 7),

@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-import ridgefill
 import torch
-from ridgefill.layout import cache_argument_name, decoder_layout
-from ridgefill.synth import resident_maps
 from tiny import DIRECT_FAMILIES, FAMILIES, left_padded, prompt, random_maps, tiny_model
 from torch import nn
 from transformers import DynamicCache, StaticCache
+
+import ridgefill
+from ridgefill.layout import cache_argument_name, decoder_layout
+from ridgefill.synth import resident_maps
 
 ROWS, TAIL, HEAD, MIN_BULK = 160, 32, 4, 16
 SETTINGS: dict[str, Any] = {"tail": TAIL, "head": HEAD, "min_bulk": MIN_BULK}
@@ -46,9 +47,7 @@ def real_rows(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "left-padded"])
 @pytest.mark.parametrize("plain_cache", [False, True], ids=["by-config", "plain"])
 @pytest.mark.parametrize("turns", [1, 2])
-def test_plumb_equals_stock(
-    family_model: tuple[str, nn.Module], padded: bool, plain_cache: bool, turns: int
-) -> None:
+def test_plumb_equals_stock(family_model: tuple[str, nn.Module], padded: bool, plain_cache: bool, turns: int) -> None:
     _, model = family_model
     first = 40 if turns == 2 else 0
     ids, mask = left_padded(first + ROWS, (0, 5, 11)) if padded else (prompt(first + ROWS), None)
@@ -135,8 +134,9 @@ def test_speed_tier_differs_and_detach_restores_bit_for_bit(family_model: tuple[
 def test_sliding_layers_get_only_the_rows_that_an_exact_row_can_see(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ridgefill import caches
     from tiny import NUM_LAYERS, SPLIT, WINDOW
+
+    from ridgefill import caches
 
     model = tiny_model(family)
     written: dict[int, tuple[int, int]] = {}

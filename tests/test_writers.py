@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import DIRECT_FAMILIES, FAMILIES, NUM_LAYERS, SPLIT, tiny_model
+
 from ridgefill import reference
 from ridgefill.errors import UnsupportedModelError
 from ridgefill.layout import decoder_layout
 from ridgefill.synth import ResidentMap
 from ridgefill.writers import direct_writer, generic_writer, late_layer_writers
-from tiny import DIRECT_FAMILIES, FAMILIES, NUM_LAYERS, SPLIT, tiny_model
 
 
 def layer_kwargs(model: torch.nn.Module, layer_idx: int, rows: int) -> dict[str, Any]:
@@ -85,8 +86,8 @@ def test_each_family_gets_the_expected_writer(family: str) -> None:
     writers, rotary_modules = late_layer_writers(decoder_layout(model), SPLIT)
     assert set(writers) == set(range(SPLIT, NUM_LAYERS))
     assert {w.name for w in writers.values()} == {"direct" if family in DIRECT_FAMILIES else "generic"}
-    # Only gemma3 has another rotary table for its global layers than for its sliding ones.
-    assert bool(rotary_modules) == (family == "gemma3")
+    # These two make one rotary table for their global layers and another for their sliding ones.
+    assert bool(rotary_modules) == (family in ("gemma3", "olmo3"))
 
 
 def test_a_direct_path_with_other_arithmetic_is_not_used() -> None:
