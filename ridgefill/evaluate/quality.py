@@ -15,7 +15,7 @@ from ridgefill.attachment import attach
 from ridgefill.capture import special_prefix
 from ridgefill.demo import KINDS, standard_texts
 from ridgefill.errors import RidgeFillError
-from ridgefill.layout import decoder_layout
+from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def held_out_windows(tokenizer: Any, *, tokens: int, per_kind: int, kinds: Seque
 @torch.no_grad()
 def prefill_logits(model: nn.Module, ids: torch.Tensor, tail: int, cache: Any = None) -> torch.Tensor:
     """Return the logits of the last ``tail`` positions, ``[tail, vocab]``, of one prefill of ``ids`` ``[1, rows]``."""
-    arguments = {} if cache is None else {"past_key_values": cache}
+    arguments = {} if cache is None else {str(cache_argument_name(model.forward)): cache}
     logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=tail, **arguments).logits[0]
     return logits
 
@@ -248,7 +248,7 @@ class ExactPrefix:
         self._model, self._ids, self._tail = model, ids, tail
         with torch.no_grad():
             output: Any = model(ids[:, :-tail], use_cache=True, logits_to_keep=1)
-        self._cache = output.past_key_values
+        self._cache = getattr(output, str(cache_argument_name(model.forward)))
 
     def tail_logits(self) -> torch.Tensor:
         """Stock's tail logits ``[tail, vocab]`` over a copy of the cache."""
