@@ -21,7 +21,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 CORE := Cargo.toml Cargo.lock pyproject.toml $(shell find rust cuda -type f 2>/dev/null)
 
-.PHONY: help setup test lint demo package clean
+.PHONY: help setup test test-slow lint demo package clean
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
@@ -55,6 +55,10 @@ lint: setup
 test: lint
 	cargo test --locked --release
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+# The quality bars on real weights and a whole demonstration: minutes of fitting.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 demo: setup
 	$(BIN)/ridgefill demo
