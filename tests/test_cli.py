@@ -66,7 +66,8 @@ def test_fit_writes_maps_and_says_what_it_skipped(folder: Path, tmp_path: Path) 
     maps = RidgeMaps.load(out)
     assert list(maps.splits) == [2]
     assert list(maps.splits[2].layers) == [3]
-    assert maps.fit["rows"] == 19 * 96  # 2,000 tokens in 20 windows, one held out, no head rows
+    # b.txt keeps its 35 carriage returns: 21 windows, two held out, the last of 35 tokens; no head rows.
+    assert maps.fit["rows"] == 18 * 96 + 35 - 4
 
 
 def test_fit_limits_tokens_and_takes_other_options(folder: Path, tmp_path: Path) -> None:
