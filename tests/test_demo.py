@@ -89,7 +89,7 @@ def test_another_model_s_maps_are_not_replaced(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_a_quick_run_from_the_command_line(tmp_path: Path) -> None:
     command = [Path(sys.executable).parent / "ridgefill", "demo", "--quick", "--json", "-o", "demo.safetensors"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["prompt_tokens"] == 2048

@@ -339,17 +339,20 @@ except MemoryError:
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 MEASURE = """
-import resource, sys
+import sys
+from pathlib import Path
 from ridgefill import _core, errors
 import numpy
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss: that one starts at the peak of the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 small, big = sys.argv[1:]
 for path in (small, small):
     try: _core.MapFile.open(path).read()
@@ -369,7 +372,7 @@ def grown(tmp_path: Path, content: bytes) -> tuple[str, int]:
         [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "big")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
     assert out.returncode == 0, out.stderr
@@ -410,7 +413,8 @@ def test_reading_takes_one_copy_of_the_data(tmp_path: Path) -> None:
     shape = [96, 1 << 20]
     found, growth = grown(tmp_path, raw({"a": tensor("U8", shape, [0, size])}, bytes(size)))
     assert found == ""
-    assert size <= growth <= size + (16 << 20)  # a second copy would be twice; no growth would measure nothing
+    # A second copy would be twice; no growth would measure nothing. Pages that the kernel took back meanwhile count less.
+    assert size - (16 << 20) <= growth <= size + (16 << 20)
 
 
 # ------------------------------------------------------------------------------------------- what reading gives

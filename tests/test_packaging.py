@@ -16,13 +16,13 @@ ROOT = Path(__file__).parent.parent
 
 def test_everything_but_models_works_without_torch() -> None:
     script = ROOT / "tests" / "without_torch.py"
-    done = subprocess.run([sys.executable, "-I", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-I", script], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_import_loads_no_heavy_package() -> None:
     code = "import sys, ridgefill; print(*sorted({n.partition('.')[0] for n in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)
     loaded = set(done.stdout.split())
     assert "ridgefill" in loaded
     assert not loaded & {"torch", "transformers", "cupy", "numpy", "rich", "click"}
@@ -48,7 +48,7 @@ def test_credit_stands_where_it_must() -> None:
 
 def test_the_sdist_holds_the_core_and_the_papers(tmp_path: Path) -> None:
     command = [Path(sys.executable).parent / "maturin", "sdist", "--out", tmp_path]
-    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=True)
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=900, check=True)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
