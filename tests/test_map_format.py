@@ -413,7 +413,7 @@ def test_reading_takes_one_copy_of_the_data(tmp_path: Path) -> None:
     shape = [96, 1 << 20]
     found, growth = grown(tmp_path, raw({"a": tensor("U8", shape, [0, size])}, bytes(size)))
     assert found == ""
-    # A second copy would be twice; no growth would measure nothing. Pages that the kernel took back meanwhile count less.
+    # A second copy would be twice; no growth would measure nothing. Pages the kernel took back meanwhile count less.
     assert size - (16 << 20) <= growth <= size + (16 << 20)
 
 
