@@ -52,8 +52,12 @@ class DecoderLayout:
 
     def target(self, layer_idx: int) -> str:
         """What a map predicts for this layer: ``normalized`` block input, or ``raw`` where no input norm follows."""
-        layer = self.layers[layer_idx]
-        return "normalized" if any(hasattr(layer, name) for name in _INPUT_NORM_NAMES) else "raw"
+        return "raw" if input_norm(self.layers[layer_idx]) is None else "normalized"
+
+
+def input_norm(layer: nn.Module) -> Any:
+    """The norm that a decoder layer applies to its block input, or None where it has none (olmo3)."""
+    return next((getattr(layer, name) for name in _INPUT_NORM_NAMES if hasattr(layer, name)), None)
 
 
 def cache_argument_name(function: Any) -> str | None:

@@ -13,7 +13,7 @@ from torch.nn.functional import cosine_similarity
 
 from ridgefill.capture import BlockInputs, Text, TextRecord, Window, text_windows
 from ridgefill.errors import FitError
-from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
+from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, input_norm
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.moments import CentredMoments, Moments
 
@@ -32,7 +32,6 @@ _METRIC_WINDOWS = 8
 _FEW_ROWS_PER_COLUMN = 20
 # A file names each text; past this many the rest share one entry, so that the header stays far below its 8 MiB.
 _LISTED_TEXTS = 4096
-_INPUT_NORM_NAMES = ("input_layernorm", "ln_1", "norm1", "attention_norm", "operator_norm")
 
 
 def fit(
@@ -403,7 +402,7 @@ def project_keys_values(
     attention: Any = getattr(layer, "self_attn", None)
     if not hasattr(attention, "k_proj") or not hasattr(attention, "v_proj"):
         return None
-    norm = next((getattr(layer, name) for name in _INPUT_NORM_NAMES if hasattr(layer, name)), None)
+    norm = input_norm(layer)
     normed = block_input if norm is None else norm(block_input)
     keys, values = attention.k_proj(normed), attention.v_proj(normed)
     heads = (len(keys), -1, int(attention.head_dim))
