@@ -71,7 +71,7 @@ impl Shape {
         if shape.hidden_size == 0 || shape.layers.is_empty() {
             return Err(refuse("shape: a model has a hidden_size of at least 1 and at least one layer".to_owned()));
         }
-        if let Some(layer) = shape.layers.iter().find(|layer| !(layer.mlp_flops_per_row >= 0.0)) {
+        if let Some(layer) = shape.layers.iter().find(|layer| !(0.0..).contains(&layer.mlp_flops_per_row)) {
             return Err(refuse(format!("shape: mlp_flops_per_row is {}; expected 0 or more", layer.mlp_flops_per_row)));
         }
         Ok(shape)

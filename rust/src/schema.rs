@@ -217,7 +217,7 @@ fn parse_splits(text: &str, model: &Fingerprint) -> Result<Vec<Split>> {
         if split > last {
             return Err(bad("splits", format!("split {split} is past the model's last layer, {last}")));
         }
-        if !(entry.lambda >= 0.0) {
+        if !(0.0..).contains(&entry.lambda) {
             return Err(bad("splits", format!("split {split}: lambda is {}; expected 0 or more", entry.lambda)));
         }
         check_features(&entry.features)?;
