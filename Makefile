@@ -46,14 +46,14 @@ $(VENV)/.extension: $(VENV)/.packages $(CORE)
 
 lint: setup
 	cargo fmt --check
-	# --release here and below: one set of built dependencies serves the extension, clippy and the tests.
-	cargo clippy --locked --release --all-targets --all-features -- -D warnings
+	cargo clippy --locked --all-targets --all-features -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p ridgefill
 
 test: lint
-	cargo test --locked --release
+	# A debug build: overflow checks and debug assertions on, and a fraction of the compile time.
+	cargo test --locked
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
 # The quality bars on real weights and a whole demonstration: minutes of fitting.

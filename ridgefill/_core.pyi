@@ -7,6 +7,19 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "Decision",
+    "MapFile",
+    "PrefillCost",
+    "TensorInfo",
+    "__version__",
+    "compare_fingerprints",
+    "decide",
+    "first_needed_row",
+    "prefill_cost",
+    "write_map_file",
+]
+
 __version__: str
 
 @final

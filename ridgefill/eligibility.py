@@ -76,7 +76,7 @@ def prepare(
     position_ids = arguments.get("position_ids")
     if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != rows):
         return None, f"position_ids have shape {tuple(position_ids.shape)}, expected [batch, {rows}]"
-    padding, refusal = padding_of(arguments.get("attention_mask"), cached, rows)
+    padding, refusal = padding_of(arguments.get("attention_mask"), cached, rows, _mask_window(layout))
     if refusal:
         return None, refusal
     left_pads = 0
@@ -140,18 +140,24 @@ def _argument_refusal(
     return None
 
 
-def padding_of(mask: Any, cached: int, rows: int) -> tuple[torch.Tensor | None, str | None]:
+def _mask_window(layout: DecoderLayout) -> int | None:
+    """The window that a ready-made mask of one layer type has: None as soon as one layer sees the whole prompt."""
+    return None if None in layout.windows else layout.windows[0]
+
+
+def padding_of(mask: Any, cached: int, rows: int, window: int | None = None) -> tuple[torch.Tensor | None, str | None]:
     """A call's 2-D padding ``[batch, cached + rows]`` (None: no padding), or the reason why it has none.
 
     ``generate`` with a static cache hands over a ready 4-D mask sized before the fill, or a dict of them by layer
-    type. Its last query row is the padding, provided that the mask is causal and nothing else; that is checked.
+    type. What its rows see is turned back into padding, provided that the mask is causal attention within ``window``
+    (None: everything before) and nothing else; that is checked.
     """
     import torch
 
     if isinstance(mask, dict):
         if "full_attention" not in mask:
             return None, f"the mask holds layer types {sorted(mask)}, of which none sees the whole prompt"
-        mask = mask["full_attention"]
+        mask, window = mask["full_attention"], None
     if mask is None:
         return None, None
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4):
@@ -164,10 +170,17 @@ def padding_of(mask: Any, cached: int, rows: int) -> tuple[torch.Tensor | None, 
         return mask, None
     if mask.shape[2] != rows or mask.shape[3] < total:
         return None, f"the 4-D attention mask has shape {tuple(mask.shape)}, expected [.., .., {rows}, >= {total}]"
+    if window is not None and cached:
+        return None, "a sliding 4-D attention mask does not tell which cached rows are pads"
     allowed = mask if mask.dtype == torch.bool else mask == 0
-    padding = allowed[:, 0, -1, :total]  # [batch, total]
     columns = torch.arange(mask.shape[3], device=mask.device)
-    causal = columns <= torch.arange(cached, total, device=mask.device).unsqueeze(1)  # [rows, columns]
+    positions = torch.arange(cached, total, device=mask.device).unsqueeze(1)
+    causal = columns <= positions  # [rows, columns]
+    if window is None:
+        padding = allowed[:, 0, -1, :total]  # [batch, total]
+    else:
+        padding = allowed[:, 0, :, :total].diagonal(dim1=1, dim2=2)  # each row sees itself unless it is a pad
+        causal &= columns > positions - window
     expected = causal & torch.nn.functional.pad(padding, (0, mask.shape[3] - total)).unsqueeze(1)
     # Rows that are pads themselves may hold anything; they are never read.
     if not bool(((allowed == expected.unsqueeze(1)) | ~padding[:, None, cached:, None]).all()):

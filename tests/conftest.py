@@ -12,11 +12,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 from ridgefill.demo import model_folder
 
 torch.set_num_threads(2)
+# No deadline: on a shared virtual machine any call can take a second. The same examples in every run.
+settings.register_profile("ridgefill", deadline=None, derandomize=True)
+settings.load_profile("ridgefill")
 
 
 @pytest.fixture(autouse=True)

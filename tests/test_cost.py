@@ -89,7 +89,7 @@ def test_the_designs_anchors(shape: dict[str, Any], split: int, prompt: int, rat
     assert cost(shape, prompt_tokens=prompt, split=split).ratio == pytest.approx(ratio, abs=1e-4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(prompt=st.integers(1, 20000), split=st.integers(0, 29), tail=st.integers(1, 3000), rank=st.integers(1, 256))
 def test_filling_never_costs_more_here_and_less_tail_costs_less(prompt: int, split: int, tail: int, rank: int) -> None:
     result = cost(SMOLLM2, prompt_tokens=prompt, split=split, tail=tail)

@@ -385,13 +385,13 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
         "too_many_dimensions",
         lambda: raw('{"a":{"dtype":"U8","shape":[' + "0," * 4_000_000 + '0],"data_offsets":[0,0]}}'),
     ),
-    "half a million metadata keys": (
+    "100,000 metadata keys": (
         "too_many_metadata_keys",
-        lambda: raw({"__metadata__": {str(i): "" for i in range(500_000)}}),
+        lambda: raw({"__metadata__": {str(i): "" for i in range(100_000)}}),
     ),
-    "130,000 tensors": (
+    "30,000 tensors": (
         "too_many_tensors",
-        lambda: raw({str(i): tensor("U8", [0], [0, 0]) for i in range(130_000)}),
+        lambda: raw({str(i): tensor("U8", [0], [0, 0]) for i in range(30_000)}),
     ),
     "one value of 8 MB": ("metadata_too_large", lambda: raw({"__metadata__": {"a": "b" * 8_000_000}})),
     "8 MB of brackets": ("wrong_type", lambda: raw('{"a":' + "[" * 8_000_000)),
@@ -520,7 +520,7 @@ def accepted_alike(content: bytes, path: Path) -> bool:
 TOKENS = [b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\", b"null", b"-1", b"0", b"1e9", b" ", b'"dtype":"F32",']
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500)  # rust/tests/hostile.rs runs thousands of the same
 @given(data=st.data())
 def test_mutated_files(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp()
@@ -833,12 +833,17 @@ def test_errors_pickle_with_their_attributes() -> None:
     assert (type(copy), str(copy), copy.kind) == (MapMismatchError, str(caught.value), "head_dim")
 
 
-def test_the_stub_is_what_the_extension_has() -> None:
+@pytest.mark.slow
+def test_the_stub_is_what_the_extension_has(tmp_path: Path) -> None:
+    config = tmp_path / "mypy.ini"
+    # The package's __init__ leads to torch: reading its sources takes minutes and tells nothing about the stub.
+    skipped = ",".join(f"{name}.*" for name in ("numpy", "torch", "transformers", "safetensors", "click", "rich"))
+    config.write_text(f"[mypy]\n[mypy-{skipped}]\nfollow_imports = skip\n")
     result = subprocess.run(
-        [sys.executable, "-m", "mypy.stubtest", "ridgefill._core"],
+        [sys.executable, "-m", "mypy.stubtest", "--mypy-config-file", str(config), "ridgefill._core"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

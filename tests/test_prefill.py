@@ -12,6 +12,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import ridgefill
+from ridgefill.demo import standard_texts
 from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.synth import resident_maps
 
@@ -31,17 +32,20 @@ def call(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, cache: 
 
 
 def in_pieces(
-    model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, cached: int, end: int
+    model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, cached: int, end: int, keep: int = TAIL
 ) -> torch.Tensor:
     """Stock, run in the pieces that a fill uses: rows up to the bulk's end, then the tail."""
     cut = end - cached
     call(model, ids[:, :cut], None if mask is None else mask[:, :end], cache, 1)
-    return call(model, ids[:, cut:], mask, cache)
+    return call(model, ids[:, cut:], mask, cache, keep)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["one", "left-padded"])
-@pytest.mark.parametrize("plain_cache", [False, True], ids=["by-config", "plain"])
-@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize(
+    ("padded", "plain_cache", "turns"),
+    # Every pair of choices meets: four of the eight.
+    [(False, False, 1), (False, True, 2), (True, False, 2), (True, True, 1)],
+    ids=["one", "one-plain-continued", "left-padded-continued", "left-padded-plain"],
+)
 def test_plumb_equals_stock(family_model: tuple[str, nn.Module], padded: bool, plain_cache: bool, turns: int) -> None:
     _, model = family_model
     first = 40 if turns == 2 else 0
@@ -203,3 +207,41 @@ def test_split_layer_keys_come_from_the_exact_stream() -> None:
     late = (stock.layers[SPLIT + 1].keys - filled.layers[SPLIT + 1].keys)[0, 0].abs().amax(-1)
     assert float(late[:HEAD].max()) < 1e-4
     assert float(late[HEAD:end].min()) > 1e-3, "every bulk row is predicted"
+
+
+# --- real weights --------------------------------------------------------------------------------------------------
+
+# Longer than Gemma 3's window of 512, so that its late sliding layers are filled only in part.
+REAL_ROWS, REAL_SETTINGS = 1024, {"tail": 128, "head": 4, "min_bulk": 64}
+
+
+def real_prompt(tokenizer: Any) -> torch.Tensor:
+    texts = iter(standard_texts("docs", "held-out"))
+    ids: list[int] = []
+    while len(ids) < REAL_ROWS:
+        ids += tokenizer(next(texts)[1])["input_ids"]
+    return torch.tensor([ids[:REAL_ROWS]])
+
+
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_plumb_equals_stock_on_real_weights(name: str, request: pytest.FixtureRequest) -> None:
+    model, tokenizer = request.getfixturevalue(name)
+    ids = real_prompt(tokenizer)
+    keep = REAL_SETTINGS["tail"]
+    greedy: dict[str, Any] = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    one_shot = call(model, ids, None, DynamicCache(config=model.config), keep)
+    pieces = in_pieces(model, ids, None, DynamicCache(config=model.config), 0, REAL_ROWS - keep, keep)
+    maps = random_maps(model, split=decoder_layout(model).num_layers // 2)
+    stock = model.generate(ids, **greedy)
+    with ridgefill.attach(model, maps, tier="plumb", **REAL_SETTINGS) as attachment:
+        plumb = call(model, ids, None, DynamicCache(config=model.config), keep)
+        assert attachment.status()["rows_filled"] == REAL_ROWS - keep - HEAD
+        generated = model.generate(ids, **greedy)
+        assert attachment.status()["counters"]["decode"] == 63
+    scale = float(one_shot.abs().max())
+    to_pieces, own = float((plumb - pieces).abs().max()) / scale, float((pieces - one_shot).abs().max()) / scale
+    to_one_shot = float((plumb - one_shot).abs().max()) / scale
+    print(f"{name}: plumb to pieces {to_pieces:.1e}, to one shot {to_one_shot:.1e}, stock's own {own:.1e}, relative")
+    assert to_pieces <= 1e-5
+    assert to_one_shot <= max(2 * own, 1e-5)
+    assert torch.equal(stock, generated)

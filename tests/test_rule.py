@@ -26,7 +26,7 @@ def design_section_3(
 counts = st.integers(0, 300) | st.integers(0, 10**6)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(
     cached=counts,
     step=counts,
@@ -61,7 +61,7 @@ def test_decide_is_the_design(
             assert decision.fill_end < decision.step_end
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     steps=st.lists(st.integers(1, 400), min_size=1, max_size=10),
     tail=st.integers(1, 900),

@@ -41,7 +41,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
     "gemma3": (
         "Gemma3ForCausalLM",
-        {"head_dim": 16, "sliding_window": WINDOW, "layer_types": _GEMMA_TYPES, "query_pre_attn_scalar": 16},
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": _GEMMA_TYPES,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": False,  # its scaled embeddings would make a tied head repeat one token for ever
+        },
     ),
     "phi3": ("Phi3ForCausalLM", {}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, **_MOE}),
