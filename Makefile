@@ -54,7 +54,8 @@ lint: setup
 test: lint
 	# A debug build: overflow checks and debug assertions on, and a fraction of the compile time.
 	cargo test --locked
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	# A file at a time in each process: models are loaded once, and the tests of a file keep their order.
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile --durations 20
 
 # The quality bars on real weights and a whole demonstration: minutes of fitting.
 test-slow: setup

@@ -1,4 +1,4 @@
-"""Seeds, two threads, no network, and the two real models that the tests share."""
+"""Seeds, threads, no network, and the two real models that the tests share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from torch import nn
 
 from ridgefill.demo import model_folder
 
-torch.set_num_threads(2)
+# One thread for each of two test processes: a busy virtual machine makes two threads wait 100 times longer for each
+# other than a tiny model's matmul takes.
+torch.set_num_threads(1)
 # No deadline: on a shared virtual machine any call can take a second. The same examples in every run.
 settings.register_profile("ridgefill", deadline=None, derandomize=True)
 settings.load_profile("ridgefill")
