@@ -15,6 +15,9 @@ ifneq ($(wildcard ../shared/wheels),)
 export PIP_FIND_LINKS := $(abspath ../shared/wheels) $(PIP_FIND_LINKS)
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# A module is compiled when it is first imported, not all ten thousand of torch and transformers at once.
+export PIP_NO_COMPILE := 1
+export PYTHONDONTWRITEBYTECODE :=
 # Tools that look at the running interpreter (pyo3, maturin) must find the project's own.
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -57,9 +60,10 @@ test: lint
 	# A file at a time in each process: models are loaded once, and the tests of a file keep their order.
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile --durations 20
 
-# The quality bars on real weights and a whole demonstration: minutes of fitting.
+# What takes minutes: more real weights, a whole demonstration, and the quality bars.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python benches/quality.py --dtype bfloat16
 
 demo: setup
 	$(BIN)/ridgefill demo

@@ -5,6 +5,8 @@
     python benches/ttft.py --overhead           what an attachment costs a call that does not fill
     python benches/ttft.py --memory             peak memory of one exact and one filled prefill, each in its own process
 
+Each exits with 1 when a bar of issue 3 is missed.
+
 TTFT is the wall time of ``model(ids, use_cache=True, logits_to_keep=1)``. Before anything is timed, the construction
 is checked: the plumb tier (true block inputs) must give stock's logits. Exact and filled calls alternate in one run;
 figures are medians. Maps are random unless --maps names a file: time does not depend on what they hold.
@@ -14,14 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch import nn
 
 import ridgefill
 from ridgefill import _core
+from ridgefill.evaluate.report import machine_line
 from ridgefill.layout import decoder_layout, fingerprint, model_shape
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 
@@ -47,6 +48,10 @@ CASES = {
     "llama-1b": Case(split=8, tail=512, tokens=4096, bar=0.92),
     "smollm2": Case(split=15, tail=512, tokens=8192, bar=0.88),
 }
+
+
+# Issue 3: what a call that does not fill may cost more than stock.
+ADDED_BAR_US = 100
 
 
 def load(name: str, dtype: torch.dtype) -> nn.Module:
@@ -153,53 +158,82 @@ def time_case(name: str, dtype: torch.dtype, rounds: int, tokens: int | None, ma
 
 
 def time_overhead(repeats: int = 1000) -> dict[str, Any]:
-    """What an attachment adds to a decode step and to a short prompt: medians over alternating calls."""
-    model = load("smollm2", torch.bfloat16)
-    maps = random_maps(model, 15)
-    argument = "cache" if "cache" in decoder_layout(model).cache_argument else "past_key_values"
-    with torch.inference_mode():
-        output = model(torch.arange(64).unsqueeze(0), use_cache=True)
-        cache = getattr(output, argument)
-        token = torch.tensor([[7]])
-        plain, attached = [], []
-        for _ in range(repeats):
-            for times in (plain, attached):
-                attachment = ridgefill.attach(model, maps) if times is attached else None
-                started = time.perf_counter()
-                model(token, use_cache=True, logits_to_keep=1, **{argument: cache})
-                times.append(time.perf_counter() - started)
-                cache.crop(-1)
-                if attachment is not None:
-                    attachment.detach()
-    return {
-        "decode_step_us": 1e6 * statistics.median(plain),
-        "decode_step_attached_us": 1e6 * statistics.median(attached),
-        "added_us": 1e6 * statistics.median(a - p for a, p in zip(attached, plain, strict=True)),
-        "repeats": repeats,
+    """What an attachment adds to calls that do not fill: medians over alternating calls, in microseconds.
+
+    A decode step; a prompt too short to fill; and a long one refused after every check (its mask has a hole). The model
+    has one narrow layer, so that the calls themselves do not drown the figure; the decode step that it is shown beside
+    is SmolLM2's.
+    """
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    tiny = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=4096)).eval()
+    maps = random_maps(tiny, 1)
+    hole = torch.ones(1, 1024, dtype=torch.long)
+    hole[0, 100] = 0
+    calls: dict[str, dict[str, Any]] = {
+        "decode step": {"input_ids": torch.tensor([[7]])},
+        "short prompt": {"input_ids": torch.full((1, 64), 7)},
+        "refused prompt": {"input_ids": torch.full((1, 1024), 7), "attention_mask": hole},
     }
+    figures: dict[str, Any] = {"repeats": repeats, "bar_us": ADDED_BAR_US}
+    with torch.inference_mode():
+        for name, arguments in calls.items():
+            plain, attached = [], []
+            for _ in range(repeats):
+                for times in (plain, attached):
+                    attachment = ridgefill.attach(tiny, maps) if times is attached else None
+                    started = time.perf_counter()
+                    tiny(**arguments, use_cache=True, logits_to_keep=1)
+                    times.append(time.perf_counter() - started)
+                    if attachment is not None:
+                        if attachment.status()["rows_filled"]:
+                            raise SystemExit(f"{name}: rows were filled; this measures calls that do not fill")
+                        attachment.detach()
+            figures[name] = 1e6 * statistics.median(a - p for a, p in zip(attached, plain, strict=True))
+        model = load("smollm2", torch.bfloat16)
+        cache = DynamicCache(config=model.config)
+        argument = decoder_layout(model).cache_argument
+        model(torch.arange(64).unsqueeze(0), use_cache=True, **{argument: cache})
+        steps = []
+        for _ in range(50):
+            started = time.perf_counter()
+            model(torch.tensor([[7]]), use_cache=True, logits_to_keep=1, **{argument: cache})
+            steps.append(time.perf_counter() - started)
+        figures["decode step of SmolLM2 itself"] = 1e6 * statistics.median(steps)
+    return figures
 
 
 def peak_memory(name: str, dtype: torch.dtype, filled: bool, tokens: int | None) -> None:
-    """Print what one prefill adds to this process's peak resident memory, in MiB."""
+    """Print this process's resident memory before one prefill and at its peak, in MiB; without maps where exact."""
     case = CASES[name]
     model = load(name, dtype)
-    maps = random_maps(model, case.split)
     ids = torch.randint(5, model.config.vocab_size, (1, tokens or case.tokens))
-    attachment = ridgefill.attach(model, maps, split=case.split, tail=case.tail, tier="speed" if filled else "exact")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    attachment = (
+        ridgefill.attach(model, random_maps(model, case.split), split=case.split, tail=case.tail) if filled else None
+    )
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: loading has its own
+    before = peak_mib()
     first_logits(model, ids)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rows = attachment.status()["rows_filled"]
-    print(json.dumps({"before_mib": before / 1024, "peak_mib": after / 1024, "rows_filled": rows}))
+    rows = attachment.status()["rows_filled"] if attachment is not None else 0
+    print(json.dumps({"before_mib": before, "peak_mib": peak_mib(), "rows_filled": rows}))
 
 
-def compare_memory(name: str, dtype: str, tokens: int | None) -> dict[str, Any]:
+def peak_mib() -> float:
+    """The peak of this process's resident memory."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+
+
+def compare_memory(name: str, dtype: str, tokens: int | None, threads: int) -> dict[str, Any]:
     """Peak resident memory of an exact and a filled prefill, each in a process of its own."""
     result: dict[str, Any] = {"case": name, "dtype": dtype}
     for which in ("exact", "filled"):
         command = [sys.executable, __file__, "--case", name, "--dtype", dtype, "--peak", which]
-        command += ["--tokens", str(tokens)] if tokens else []
+        command += ["--threads", str(threads), *(["--tokens", str(tokens)] if tokens else [])]
         result[which] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    if result["filled"]["rows_filled"] == 0:
+        raise SystemExit("nothing was filled")
     return result
 
 
@@ -222,20 +256,23 @@ def main() -> None:
     if options.peak:
         peak_memory(cases[0], getattr(torch, dtypes[0]), options.peak == "filled", options.tokens)
         return
-    print(
-        f"# {platform.processor() or platform.machine()}, {os.cpu_count()} cores, {options.threads} threads, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, ridgefill {ridgefill.__version__}",
-        file=sys.stderr,
-    )
+    print(f"# {machine_line()}", file=sys.stderr)
     if options.overhead:
-        print(json.dumps(time_overhead()))
+        figures = time_overhead()
+        print(json.dumps(figures))
+        if any(figures[name] > ADDED_BAR_US for name in ("decode step", "short prompt", "refused prompt")):
+            raise SystemExit(1)
         return
+    missed = False
     for name in cases:
         for dtype in dtypes:
             if options.memory:
-                print(json.dumps(compare_memory(name, dtype, options.tokens)), flush=True)
+                memory = compare_memory(name, dtype, options.tokens, options.threads)
+                missed |= memory["filled"]["peak_mib"] > memory["exact"]["peak_mib"]
+                print(json.dumps(memory), flush=True)
                 continue
             result = time_case(name, getattr(torch, dtype), options.rounds, options.tokens, options.maps)
+            missed |= result["of_limit"] < result["bar"]
             if options.json:
                 print(json.dumps(result), flush=True)
                 continue
@@ -246,6 +283,8 @@ def main() -> None:
                 f"plumb logits within {result['plumb_logit_difference']:.1e}, median of {result['rounds']}",
                 flush=True,
             )
+    if missed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

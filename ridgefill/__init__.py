@@ -5,6 +5,8 @@ Importing this package loads neither torch nor transformers; each is imported wh
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,13 +30,10 @@ __all__ = ["Attachment", "RidgeMaps", "__version__", "attach", "fit"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ridgefill' has no attribute {name!r}")
-    import importlib
-
-    if name != "__version__":
-        try:
-            import torch  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ImportError(f"ridgefill.{name} needs PyTorch: pip install 'ridgefill[hf]'", name="torch") from error
+    needed = [] if name == "__version__" else ["torch"] if name == "RidgeMaps" else ["torch", "transformers"]
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"ridgefill.{name} needs {package}: pip install 'ridgefill[hf]'", name=package)
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

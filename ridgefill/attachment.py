@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ridgefill import _core, caches, prefill
 from ridgefill.eligibility import FillRule, Signature, prepare, step_rows
 from ridgefill.errors import AlreadyAttachedError, AttachError
-from ridgefill.layout import decoder_layout, fingerprint
-from ridgefill.maps import RidgeMaps
-from ridgefill.synth import resident_maps
+from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
+from ridgefill.maps import FEATURES, RidgeMaps, SplitMaps
+from ridgefill.synth import misplaced, resident_maps
 from ridgefill.writers import late_layer_writers
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 TIERS = ("exact", "speed", "plumb")
 _HISTORY_CALLS = 256
+# Speculative decoding verifies a few tokens at once: so many rows or fewer on a cache are a decode step, not a prefill.
+_VERIFY_ROWS = 16
 _log = logging.getLogger("ridgefill")
 
 # An attachment lives as long as its model, whether or not the caller keeps it.
@@ -44,6 +47,7 @@ class _Call:
     reason: str
     restore: Callable[[], None]
     started: float
+    error_at_entry: BaseException | None
     tail_started: float = 0.0
 
 
@@ -79,7 +83,11 @@ class Attachment:
         self.detach()
 
     def detach(self) -> None:
-        """Remove every hook; the model is bit for bit what it was. Detaching twice does nothing."""
+        """Remove every hook; the model is bit for bit what it was. Detaching twice does nothing.
+
+        A call of this thread that an interrupt cut short is undone: its cache has its rows at entry again.
+        """
+        self._abandon()
         while self._handles:
             self._handles.pop().remove()
         model = self.model()
@@ -90,7 +98,8 @@ class Attachment:
         """What is attached and what the last prefill did, ready for JSON.
 
         ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. Decode
-        steps are counted in ``counters``, and do not replace the prefill before them.
+        steps are counted in ``counters``, and do not replace the prefill before them. ``timings`` are wall times of the
+        calling thread; on a GPU, which works behind it, they are the times to launch.
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")
@@ -118,12 +127,17 @@ class Attachment:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Fill an eligible call and return the arguments with which the stock forward does the tail."""
-        if self._calls.current is not None:
-            self._abandon()  # an interrupt ended the last call without its forward hook
+        self._abandon()  # an interrupt ended the last call without its forward hook
+        prefill.RUNNING.capture = None
         rows = step_rows(self.signature, args, kwargs)
         if rows == 1:
             with self._lock:
                 self.counters["decode"] += 1
+            return None
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if rows <= _VERIFY_ROWS and cache is not None and caches.cached_tokens(cache):
+            with self._lock:
+                self.counters["decode of several rows"] += 1
             return None
         if rows < self.rule.tail + self.rule.min_bulk:
             self._run_exact(f"{rows} rows are fewer than tail={self.rule.tail} and min_bulk={self.rule.min_bulk}")
@@ -134,10 +148,14 @@ class Attachment:
         started = time.perf_counter()
         arguments = self.signature.bind(args, kwargs)
         step, reason = prepare(model, self.settings.layout, self.rule, self.signature, arguments)
+        if step is not None and (moved := misplaced(self.settings.maps, self.settings.layout)):
+            step, reason = None, moved
         if step is None:
             self._run_exact(reason, log=True)
             return None
-        call = _Call(step, step.cached_tokens + rows, reason, caches.entry_state(step.cache), started)
+        call = _Call(
+            step, step.cached_tokens + rows, reason, caches.entry_state(step.cache), started, sys.exc_info()[1]
+        )
         self._calls.current = call
         try:
             prefill.fill(self.settings, step)
@@ -158,11 +176,11 @@ class Attachment:
         return tail
 
     def _end(self, output: Any) -> None:
-        """Record a filled call, or undo it when the tail's forward raised (there is no output then)."""
+        """Record a filled call, or undo it when its forward or another hook raised."""
         call = self._calls.current
         if call is None:
             return
-        if output is None:
+        if output is None or sys.exc_info()[1] is not call.error_at_entry:
             self._abandon()
             return
         self._calls.current = None
@@ -192,6 +210,7 @@ class Attachment:
             call.restore()
             with self._lock:
                 self.counters["undone after an exception"] += 1
+                self.history.append(_record("the call ended with an exception; its fill was undone"))
 
     def _run_exact(self, reason: str, *, log: bool = False) -> None:
         kind = re.sub(r"\d+", "#", reason)  # 159 and 160 rows are one kind of reason
@@ -236,7 +255,7 @@ def attach(
         MapMismatchError: the maps were fitted for another model, by name of what differs.
         UnsupportedModelError: this model can never be filled.
         AlreadyAttachedError: the model has an attachment; detach it first.
-        AttachError: a parameter is out of range.
+        AttachError: a parameter is out of range, or the maps are of a kind that this version cannot apply.
     """
     if tier not in TIERS:
         raise AttachError(f"unknown tier {tier!r}; known: {', '.join(TIERS)}")
@@ -253,14 +272,16 @@ def attach(
             message for _, message in _core.compare_fingerprints(json.dumps(loaded.fingerprint), json.dumps(found))
         ]
         split_maps = loaded.at(split)
+        _check_usable(split_maps, layout)
         writers, rotary_modules = late_layer_writers(layout, split_maps.split)
+        resident = {} if tier == "plumb" else resident_maps(split_maps, layout)
         attachment = Attachment(
             tier=tier,
             rule=FillRule(tail=tail, head=head, min_bulk=min_bulk),
             settings=prefill.FillSettings(
                 layout=layout,
                 split=split_maps.split,
-                maps={} if tier == "plumb" else resident_maps(split_maps, layout),
+                maps=resident,
                 writers=writers,
                 rotary_modules=rotary_modules,
                 true_inputs=tier == "plumb",
@@ -268,15 +289,37 @@ def attach(
             warnings=warnings,
             tokenizer=_tokenizer_word(tokenizer, loaded),
             maps_path=loaded.path,
-            map_bytes=split_maps.map_bytes(),
+            map_bytes=sum(m.weight.nbytes + m.bias.nbytes for m in resident.values()),
             signature=Signature.of(model),
             model=weakref.ref(model),
         )
-        _register(model, attachment)
         _ATTACHED[model] = attachment
+        _register(model, attachment)
     for message in warnings:
         _log.warning("%s", message)
     return attachment
+
+
+def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> None:
+    """Refuse maps that a valid file may hold and a fill cannot apply; anything less would fill wrongly in silence.
+
+    Raises:
+        AttachError: a late layer has no map, or the maps' features or target are not what the model's layers need.
+    """
+    late = range(split_maps.split + 1, layout.num_layers)
+    if missing := sorted(set(late) - set(split_maps.layers)):
+        raise AttachError(f"split {split_maps.split}: the maps lack late layers {missing}; fit them again")
+    if split_maps.features != FEATURES:
+        raise AttachError(
+            f"split {split_maps.split}: the maps read features {list(split_maps.features)}; "
+            f"this version applies {list(FEATURES)}"
+        )
+    for layer in late:  # a raw block input serves every layer; a normalised one only a layer that normalises it anyway
+        if split_maps.target not in ("raw", layout.target(layer)):
+            raise AttachError(
+                f"split {split_maps.split}: the maps predict a {split_maps.target} block input, layer {layer} needs a "
+                f"{layout.target(layer)} one; fit them again"
+            )
 
 
 def _tokenizer_word(tokenizer: Any, maps: RidgeMaps) -> str:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def cached_tokens(cache: Cache | None) -> int:
     """The cache's length as an int, read once: a static layer hands out a live tensor that updates change in place."""
-    return 0 if cache is None else int(cache.get_seq_length())
+    length = getattr(cache, "get_seq_length", None)
+    return 0 if length is None else int(length())
 
 
 def refusal(cache: Cache, layout: DecoderLayout) -> str | None:
@@ -64,7 +65,10 @@ def write(cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
 
 
 def entry_state(cache: Cache) -> Callable[[], None]:
-    """A function that puts the cache back to its rows at this moment; holds no copy but of full sliding windows."""
+    """A function that puts the cache back to its rows at this moment; holds no copy but of full sliding windows.
+
+    Called late, after an interrupt, it leaves alone what the caller has made shorter in the meantime.
+    """
     from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
     layers = list(cache.layers)
@@ -106,8 +110,9 @@ def _forget(layer: Any) -> Callable[[], None]:
 
 def _crop(layer: Any, length: int) -> Callable[[], None]:
     def undo() -> None:
-        layer.keys = layer.keys[..., :length, :]
-        layer.values = layer.values[..., :length, :]
+        if layer.get_seq_length() > length:
+            layer.keys = layer.keys[..., :length, :]
+            layer.values = layer.values[..., :length, :]
 
     return undo
 
@@ -117,14 +122,16 @@ def _restore_attributes(layer: Any) -> Callable[[], None]:
     attributes = dict(layer.__dict__)
 
     def undo() -> None:
-        layer.__dict__.update(attributes)
+        if layer.cumulative_length > attributes["cumulative_length"]:
+            layer.__dict__.update(attributes)
 
     return undo
 
 
 def _shorten_static(layer: Any, length: int) -> Callable[[], None]:
     def undo() -> None:
-        layer.cumulative_length.fill_(length)
+        if int(layer.cumulative_length) > length:
+            layer.cumulative_length.fill_(length)
 
     return undo
 
@@ -134,6 +141,8 @@ def _restore_static_window(layer: Any) -> Callable[[], None]:
     length, length_int = layer.cumulative_length.clone(), layer.cumulative_length_int
 
     def undo() -> None:
+        if layer.cumulative_length_int <= length_int:
+            return
         layer.keys.copy_(keys)
         layer.values.copy_(values)
         layer.cumulative_length.copy_(length)

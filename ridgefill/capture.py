@@ -173,7 +173,7 @@ def _named(texts: Iterable[Text]) -> Iterator[tuple[str, str | Iterable[str]]]:
 def _text_windows(
     tokenizer: Any, prefix: list[int], name: str, text: str | Iterable[str], window_tokens: int
 ) -> Generator[Window, None, None]:
-    record = TextRecord(name)
+    record = TextRecord(name.encode("utf-8", "replace").decode())  # a file's name need not be UTF-8; the map file's is
     room = window_tokens - len(prefix)
     ids: list[int] = []
     pieces = _pieces(text)

@@ -315,8 +315,11 @@ def run(
     with _progress() as report:
         report("preparing the model (once)", 0, None)
         folder = model_folder("smollm2-135m", cache)
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        try:
+            import torch
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+        except ImportError as error:
+            raise RidgeFillError(f"the demo needs {error.name!r}; run: pip install 'ridgefill[demo]'") from error
 
         from ridgefill.evaluate.report import machine
         from ridgefill.solve import fit
@@ -456,9 +459,13 @@ def _output_path(out: Path | None) -> Path:
 
     path = Path("maps.safetensors") if out is None else out
     if out is None and path.exists():
-        found = json.loads(_core.MapFile.open(path).schema())["model"]["name"]
-        if found != "smollm2-135m":
-            raise RidgeFillError(f"{path} holds maps of {found!r}; name another file with --out, or move it away")
+        found = json.loads(_core.MapFile.open(path).schema())
+        name, rows = found["model"]["name"], found["fit"]["rows"]
+        if name != "smollm2-135m" or rows > FULL.calibration_tokens:
+            raise RidgeFillError(
+                f"{path} holds maps of {name!r} from {rows:,} rows, which the demo's would replace; "
+                "name another file with --out, or move it away"
+            )
     return path
 
 
@@ -472,7 +479,7 @@ def _print_result(result: dict[str, Any]) -> None:
     rows = [
         ("calibration rows", f"{result['calibration_rows']:,} (fitted in {result['fit_seconds']:.0f} s)"),
         ("prompt tokens", f"{result['prompt_tokens']:,}"),
-        ("rows filled", f"{result['rows_filled']:,} in each layer after {result['split']}"),
+        ("rows filled", f"{result['rows_filled']:,} in each layer from {result['split']} on"),
         ("TTFT exact", f"{result['ttft_exact_ms']:,.0f} ms"),
         ("TTFT filled", f"{result['ttft_filled_ms']:,.0f} ms"),
         ("ratio", f"{result['ttft_ratio']:.2f}x"),

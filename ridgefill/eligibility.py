@@ -53,7 +53,7 @@ def step_rows(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any
     """The number of rows a call brings, found without looking at anything else; 0 when it cannot be told."""
     inputs: Any = kwargs.get("input_ids")
     if inputs is None:
-        inputs = args[0] if args else kwargs.get("inputs_embeds")
+        inputs = args[0] if args and args[0] is not None else kwargs.get("inputs_embeds")
     return inputs.shape[1] if getattr(inputs, "ndim", 0) >= 2 else 0
 
 
@@ -72,7 +72,14 @@ def prepare(
     cache = next((arguments[n] for n in _CACHE_NAMES if arguments.get(n) is not None), None)
     if cache is not None and (refusal := caches.refusal(cache, layout)):
         return None, refusal
+    if torch.is_grad_enabled() and (
+        any(tensor.requires_grad for tensor in inputs.values())
+        or any(getattr(layer.keys, "requires_grad", False) for layer in (cache.layers if cache is not None else ()))
+    ):
+        return None, "gradients are enabled and the inputs or the cache require them; call under torch.no_grad()"
     cached = caches.cached_tokens(cache)
+    if layout.rope_switch is not None and cached + rows > layout.rope_switch:
+        return None, f"past {layout.rope_switch} rows, all rows' rotary tables depend on the length of the call"
     position_ids = arguments.get("position_ids")
     if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != rows):
         return None, f"position_ids have shape {tuple(position_ids.shape)}, expected [batch, {rows}]"
@@ -86,6 +93,7 @@ def prepare(
         first_real = torch.arange(real.shape[1], device=real.device) >= (~real).sum(1, keepdim=True)
         if not torch.equal(real.expand_as(first_real), first_real):
             return None, "the attention mask is not left padding (right padding or holes)"
+        padding = padding.expand(next(iter(inputs.values())).shape[0], -1)  # one mask row may serve a whole batch
         if left_pads > (cached + rows) // 4:
             return None, f"{left_pads} left pads of {cached + rows} rows would make the exact head too long"
     decision = _core.decide(
@@ -116,9 +124,9 @@ def _mode_refusal(model: nn.Module, layout: DecoderLayout) -> str | None:
         return "the model is in training mode; call model.eval()"
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         return "gradients are enabled; call under torch.no_grad() or torch.inference_mode()"
-    for flag in ("output_hidden_states", "output_attentions"):
+    for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(layout.config, flag, False):
-            return f"config.{flag} asks for every layer's outputs"
+            return f"config.{flag} asks for outputs of every layer"
     return None
 
 

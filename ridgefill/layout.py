@@ -46,6 +46,26 @@ class DecoderLayout:
         return int(self.config.hidden_size)
 
     @property
+    def embeddings(self) -> torch.Tensor:
+        """The input embeddings ``[vocab, d]``: the residual stream begins in their dtype and on their device."""
+        weight: torch.Tensor = self.base.get_input_embeddings().weight  # type: ignore[operator]
+        return weight
+
+    @property
+    def rope_switch(self) -> int | None:
+        """Rows past which the rotary tables of all rows change with a call's length (longrope, dynamic), or None."""
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        tables = [t for t in parameters.values() if isinstance(t, dict) and "rope_type" in t] or [parameters]
+        lengths = []
+        for table in tables:
+            kind = str(table.get("rope_type"))
+            if kind == "longrope" or "dynamic" in kind:
+                original = table.get("original_max_position_embeddings")
+                original = original or getattr(self.config, "original_max_position_embeddings", None)
+                lengths.append(int(original or self.config.max_position_embeddings))
+        return min(lengths, default=None)
+
+    @property
     def layer_types(self) -> tuple[str, ...]:
         """Each layer's attention type in Hugging Face's words."""
         return tuple("full_attention" if window is None else "sliding_attention" for window in self.windows)
@@ -76,15 +96,16 @@ def decoder_layout(model: nn.Module) -> DecoderLayout:
     from torch import nn
 
     name = type(model).__name__
-    if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
+    base = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
+    layers = getattr(base, "layers", None)
+    parts = [model, base, *(layers if isinstance(layers, nn.ModuleList) else ())]
+    if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in parts):
         raise UnsupportedModelError(
             f"{name} is compiled by torch.compile, which hooks cannot see into; attach to the uncompiled model"
         )
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise UnsupportedModelError(f"{name} keeps layers on disk (hf_device_map); load it into memory first")
     config = getattr(model, "config", None)
-    base = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
-    layers = getattr(base, "layers", None)
     if config is None or base is None or not isinstance(layers, nn.ModuleList):
         raise UnsupportedModelError(
             f"{name}: expected a causal language model with .config and a base model with .layers (a ModuleList), "
@@ -95,6 +116,8 @@ def decoder_layout(model: nn.Module) -> DecoderLayout:
             f"{name}: config.num_hidden_layers is {getattr(config, 'num_hidden_layers', None)}, "
             f"but the base model has {len(layers)} layers"
         )
+    if any(parameter.is_meta for parameter in base.parameters()):
+        raise UnsupportedModelError(f"{name} keeps weights off their device (offload hooks); load it into memory first")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(f"{name}: layers that reuse another layer's cache are not supported yet")
     argument = cache_argument_name(layers[0].forward)
@@ -147,9 +170,10 @@ def fingerprint(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
     if quantization is not None and not quantization.get("dequantize", False):
         method = getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))
     rope = config.to_dict().get("rope_parameters") or {}
+    name = str(getattr(config, "_name_or_path", "") or type(model).__name__).rstrip("/").rsplit("/", 1)[-1]
     return {
         "model_type": str(config.model_type),
-        "name": str(getattr(config, "_name_or_path", "") or type(model).__name__).rstrip("/").rsplit("/", 1)[-1],
+        "name": name.encode("utf-8", "replace").decode(),  # a folder's name need not be UTF-8
         "hidden_size": layout.hidden_size,
         "num_hidden_layers": layout.num_layers,
         "num_attention_heads": int(config.num_attention_heads),

@@ -12,6 +12,8 @@ from ridgefill.errors import MapSchemaError
 if TYPE_CHECKING:
     import torch
 
+# What this version's maps read: the split layer's residual stream.
+FEATURES = ("stream",)
 CREDIT = (
     "RidgeFill method by Dylan Johnston and tcclaviger, doi:10.5281/zenodo.23179168; "
     "independent implementation, see NOTICE"
@@ -41,7 +43,7 @@ class SplitMaps:
 
     split: int
     layers: dict[int, LayerMap]
-    features: tuple[str, ...] = ("stream",)
+    features: tuple[str, ...] = FEATURES
     target: str = "normalized"
     ridge_lambda: float = 1e-3
 
@@ -60,6 +62,8 @@ class RidgeMaps:
     default_split: int
     gate: dict[str, Any] | None = None
     path: str | None = None
+    credit: str = CREDIT
+    extra: dict[str, str] = field(default_factory=dict)  # the file's own ``x_…`` metadata keys
 
     def at(self, split: int | None) -> SplitMaps:
         """The maps of ``split``, or of the file's default split.
@@ -109,7 +113,14 @@ class RidgeMaps:
                 split, layers, tuple(entry["features"]), str(entry["target"]), float(entry["lambda"])
             )
         return RidgeMaps(
-            schema["model"], schema["fit"], splits, int(schema["default_split"]), schema.get("gate"), os.fspath(path)
+            schema["model"],
+            schema["fit"],
+            splits,
+            int(schema["default_split"]),
+            schema.get("gate"),
+            os.fspath(path),
+            schema["credit"],
+            schema["extra"],
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -120,9 +131,10 @@ class RidgeMaps:
         from ridgefill import _core
 
         metadata = {
+            **self.extra,
             "format": "ridgefill",
             "version": "1",
-            "credit": CREDIT,
+            "credit": self.credit,
             "model": _to_json(self.fingerprint),
             "fit": _to_json(self.fit),
             "splits": _to_json([_split_entry(self.splits[split]) for split in sorted(self.splits)]),

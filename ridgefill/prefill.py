@@ -177,7 +177,9 @@ def _write_late_layer(
 
     window = caches.window_of(step.cache, settings.layout, layer_idx)
     needed_row = _core.first_needed_row(step.fill_start, step.fill_end, window)
-    predictor = settings.maps.get(layer_idx)  # None: the split layer, whose block input is the stream itself
+    predictor = settings.maps.get(
+        layer_idx
+    )  # None: the split layer, or plumb; `attach` checked that no other lacks one
     write = settings.writers[layer_idx].write
     keys, values = [], []
     if head_cache is not None and needed_row == step.fill_start:
@@ -226,11 +228,11 @@ def _true_block_inputs(settings: FillSettings, step: Step, first_row: int) -> di
 
         return hook
 
-    handles = [
-        settings.layout.layers[layer_idx].register_forward_pre_hook(record(layer_idx), with_kwargs=True)
-        for layer_idx in range(settings.split, settings.layout.num_layers)
-    ]
+    handles = []
     try:
+        for layer_idx in range(settings.split, settings.layout.num_layers):
+            layer = settings.layout.layers[layer_idx]
+            handles.append(layer.register_forward_pre_hook(record(layer_idx), with_kwargs=True))
         _run_base(settings, step, first_row, step.fill_end, copy.deepcopy(step.cache))
     finally:
         for handle in handles:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 from ridgefill.capture import BlockInputs, Text, TextRecord, Window, text_windows
 from ridgefill.errors import FitError
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, input_norm
-from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
+from ridgefill.maps import FEATURES, LayerMap, RidgeMaps, SplitMaps
 from ridgefill.moments import CentredMoments, Moments
 
 if TYPE_CHECKING:
@@ -25,13 +27,12 @@ Progress = Callable[[str, int, int | None], None]
 
 LAMBDA_GRID = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 KEY_COSINE_PERCENTS = (1, 5, 25, 50, 75, 95, 99)
-_FEATURES = ("stream",)
 # Held-out figures are read on at most this many windows: 8,160 rows at the defaults.
 _METRIC_WINDOWS = 8
 # About 100 rows per input column are enough (design section 2); below 20 the map fits its rows more than the model.
 _FEW_ROWS_PER_COLUMN = 20
-# A file names each text; past this many the rest share one entry, so that the header stays far below its 8 MiB.
-_LISTED_TEXTS = 4096
+# A file names each text until the list takes this many bytes, half of what metadata may take; the rest share an entry.
+_LISTED_TEXTS_BYTES = 512 * 1024
 
 
 def fit(
@@ -82,6 +83,8 @@ def fit(
     layout = decoder_layout(model)
     splits = _checked_splits(splits, layout.num_layers)
     _check_arguments(model, layout, splits, default_split, max_tokens, window_tokens, head, ridge_lambda, held_out)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise FitError(f"dtype {dtype}: a map file holds bfloat16, float16 or float32")
     report = progress or (lambda phase, done, total: None)
 
     sample = _Sample(layout, splits, held_out=held_out, keep_held_out_sums=ridge_lambda == "auto")
@@ -91,7 +94,7 @@ def fit(
         for window in windows:
             sample.add(window, block_inputs)
             report("capture", sample.tokens, max_tokens)
-        _check_rows(sample.rows, layout.hidden_size * len(_FEATURES))
+        _check_rows(sample.rows, layout.hidden_size * len(FEATURES))
         split_maps = {}
         for done, split in enumerate(splits):
             report("solve", done, len(splits))
@@ -122,7 +125,7 @@ def build_features(names: Sequence[str], block_inputs: dict[int, torch.Tensor], 
     parts = []
     for name in names:
         if name != "stream":
-            raise FitError(f"unknown feature {name!r}; this version fits {_FEATURES}")
+            raise FitError(f"unknown feature {name!r}; this version fits {FEATURES}")
         parts.append(block_inputs[split].float())
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -202,7 +205,7 @@ class _Sample:
         width = layout.hidden_size
 
         def zeros() -> dict[int, Moments]:
-            return {s: Moments(width * len(_FEATURES), width * (layout.num_layers - 1 - s), device) for s in splits}
+            return {s: Moments(width * len(FEATURES), width * (layout.num_layers - 1 - s), device) for s in splits}
 
         self.sums = zeros()
         self.held_out_sums = zeros() if keep_held_out_sums else None
@@ -235,7 +238,7 @@ class _Sample:
             self.rows += rows
         y = self._targets(inputs)  # [rows, late layers * d]
         for split, moments in sums.items():
-            x = build_features(_FEATURES, inputs, split).to(moments.device)  # [rows, n_in]
+            x = build_features(FEATURES, inputs, split).to(moments.device)  # [rows, n_in]
             moments.add(x, y[:, y.shape[1] - moments.n_out :])
 
     def _targets(self, inputs: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -279,7 +282,7 @@ def _solve_split(
             layers[layer] = LayerMap(
                 layer, weight[:, columns].contiguous().cpu(), bias[columns].float().contiguous().cpu()
             )
-    return SplitMaps(split, layers, _FEATURES, _target(layout, late), float(ridge_lambda))
+    return SplitMaps(split, layers, FEATURES, _target(layout, late), float(ridge_lambda))
 
 
 @dataclass
@@ -488,9 +491,11 @@ def _moments_device(layout: DecoderLayout) -> torch.device:
 
 def _text_entries(texts: dict[int, TextRecord]) -> list[dict[str, Any]]:
     entries = [{"name": t.name, "sha256": t.digest.hexdigest(), "rows": t.rows} for t in texts.values()]
-    if len(entries) <= _LISTED_TEXTS:
-        return entries
-    listed, rest = entries[: _LISTED_TEXTS - 1], entries[_LISTED_TEXTS - 1 :]
+    sizes = itertools.accumulate(len(json.dumps(entry, ensure_ascii=False).encode()) + 2 for entry in entries)
+    room = sum(size <= _LISTED_TEXTS_BYTES for size in sizes)
+    listed, rest = entries[:room], entries[room:]
+    if not rest:
+        return listed
     record = TextRecord(f"{len(rest)} more texts (sha256 of their sha256s in order)", sum(t["rows"] for t in rest))
     for entry in rest:
         record.digest.update(entry["sha256"].encode())

@@ -28,12 +28,25 @@ class ResidentMap:
 
 
 def resident_maps(split_maps: SplitMaps, layout: DecoderLayout) -> dict[int, ResidentMap]:
-    """Each late layer's map, moved to the device and dtype of that layer's first floating-point weight."""
+    """Each late layer's map, moved to that layer's device and to the residual stream's dtype."""
     resident = {}
     for layer, layer_map in split_maps.layers.items():
-        like = next(p for p in layout.layers[layer].parameters() if p.is_floating_point())
-        resident[layer] = ResidentMap(
-            layer_map.weight.to(device=like.device, dtype=like.dtype),
-            layer_map.bias.to(device=like.device, dtype=like.dtype),
-        )
+        device, dtype = _place(layout, layer)
+        resident[layer] = ResidentMap(layer_map.weight.to(device, dtype), layer_map.bias.to(device, dtype))
     return resident
+
+
+def misplaced(maps: dict[int, ResidentMap], layout: DecoderLayout) -> str | None:
+    """Why maps no longer fit the model (it was moved or cast after they were attached), or None."""
+    for layer, resident in maps.items():
+        found = (resident.weight.device, resident.weight.dtype)
+        if found != (wanted := _place(layout, layer)):
+            return (
+                f"layer {layer} is now on {wanted[0]} in {wanted[1]}, its map on {found[0]} in {found[1]}; attach again"
+            )
+    return None
+
+
+def _place(layout: DecoderLayout, layer: int) -> tuple[torch.device, torch.dtype]:
+    # The embeddings' dtype is the stream's; a layer's own weights may be packed.
+    return next(layout.layers[layer].parameters()).device, layout.embeddings.dtype

@@ -17,6 +17,7 @@ from ridgefill.errors import UnsupportedModelError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from ridgefill.layout import DecoderLayout
 
@@ -67,6 +68,8 @@ def direct_writer(layout: DecoderLayout, layer_idx: int) -> Writer | None:
     k_proj, v_proj = getattr(attention, "k_proj", None), getattr(attention, "v_proj", None)
     rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     head_dim = getattr(attention, "head_dim", None)
+    if getattr(layout.config, "clip_qkv", None) is not None:  # clamps that a probe's few rows may never reach
+        return None
     if norm is None or k_proj is None or v_proj is None or rotate is None or head_dim is None:
         return None
     k_norm = getattr(attention, "k_norm", None)
@@ -140,9 +143,10 @@ def _probe(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any], tupl
     def on_rotary(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         rotary_outputs.append(output)
 
-    handles = [layer.register_forward_pre_hook(on_layer, with_kwargs=True) for layer in layout.layers]
-    handles += [module.register_forward_hook(on_rotary) for module in rotary_modules]
+    handles: list[RemovableHandle] = []
     try:
+        handles.extend(layer.register_forward_pre_hook(on_layer, with_kwargs=True) for layer in layout.layers)
+        handles.extend(module.register_forward_hook(on_rotary) for module in rotary_modules)
         embeddings = next(layout.base.parameters())
         with torch.no_grad():
             layout.base(
@@ -189,7 +193,13 @@ def _choose(
 
     layer_kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     with torch.no_grad():
-        keys, values = generic(kwargs["hidden_states"], layer_kwargs)
+        try:
+            keys, values = generic(kwargs["hidden_states"], layer_kwargs)
+        except (AttributeError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"layer {layer_idx}: {type(layout.layers[layer_idx]).__name__} wants more of its cache than a fill can "
+                f"stand in for: {error}"
+            ) from error
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[-2] != _PROBE_ROWS or values.shape[-2] != _PROBE_ROWS:
             raise UnsupportedModelError(
                 f"layer {layer_idx} caches shapes {tuple(keys.shape)} and {tuple(values.shape)}; "

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import logging
+import re
 import threading
 import time
 import weakref
@@ -103,9 +104,66 @@ def test_other_weights_warn_and_still_attach(llama: nn.Module, caplog: pytest.Lo
 
 
 def test_weight_anchors_do_not_depend_on_the_dtype(llama: nn.Module) -> None:
-    maps = random_maps(llama.to(torch.bfloat16))
-    with ridgefill.attach(llama.float(), maps, **SETTINGS) as attachment:
+    maps = random_maps(llama)
+    with ridgefill.attach(llama.to(torch.bfloat16), maps, **SETTINGS) as attachment:
         assert attachment.status()["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"layers": lambda layers: dict(list(layers.items())[:-1])}, "lack late layers [5]"),
+        ({"features": lambda _: ("stream", "previous:1")}, "previous:1"),
+        ({"target": lambda _: "mixer_input"}, "mixer_input"),
+    ],
+)
+def test_valid_maps_that_cannot_be_applied_are_refused(llama: nn.Module, change: dict[str, Any], word: str) -> None:
+    maps = random_maps(llama)
+    only = maps.at(None)
+    changed = dataclasses.replace(only, **{name: make(getattr(only, name)) for name, make in change.items()})
+    with pytest.raises(AttachError, match=re.escape(word)):
+        ridgefill.attach(llama, dataclasses.replace(maps, splits={SPLIT: changed}), **SETTINGS)
+    assert hook_count(llama) == 0
+
+
+def test_a_model_cast_after_attach_runs_stock(llama: nn.Module) -> None:
+    with ridgefill.attach(llama, random_maps(llama), **SETTINGS) as attachment:
+        run(llama.to(torch.bfloat16))
+        assert "attach again" in attachment.status()["reason"]
+
+
+def test_compiled_layers_are_refused(llama: nn.Module) -> None:
+    maps = random_maps(llama)
+    llama.model.layers[1].compile()
+    with pytest.raises(UnsupportedModelError, match="compiled"):
+        ridgefill.attach(llama, maps)
+
+
+def test_rope_that_depends_on_the_length_fills_only_below_its_switch() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=ROWS)
+    with ridgefill.attach(model, random_maps(model), **SETTINGS) as attachment:
+        run(model)
+        assert attachment.status()["rows_filled"] == FILLED
+        run(model, prompt(ROWS + 1))
+        assert "rotary tables" in attachment.status()["reason"]
+
+
+def test_inputs_that_require_gradients_run_stock(llama: nn.Module) -> None:
+    llama.requires_grad_(False)
+    embeddings = llama.get_input_embeddings()(prompt(ROWS)).requires_grad_()
+    with ridgefill.attach(llama, random_maps(llama), **SETTINGS) as attachment:
+        llama(inputs_embeds=embeddings, use_cache=True, logits_to_keep=1).logits.sum().backward()
+        assert "gradients" in attachment.status()["reason"]
+    assert embeddings.grad is not None
+
+
+def test_one_mask_row_serves_a_batch(llama: nn.Module) -> None:
+    ids = prompt(ROWS, batch=2)
+    with ridgefill.attach(llama, random_maps(llama), **SETTINGS) as attachment:
+        filled = run(llama, ids, attention_mask=torch.ones(1, ROWS, dtype=torch.long))
+        assert attachment.status()["rows_filled"] == FILLED
+        assert torch.equal(filled, run(llama, ids))
 
 
 def test_double_attach_is_refused_and_two_models_are_not(llama: nn.Module) -> None:
@@ -270,7 +328,7 @@ def test_an_exception_restores_the_cache(family: str, kind: str, first: int, whe
     expected = run(model, ids[:, first:], **{argument: cache_at_entry()})
     cache = cache_at_entry()
     with ridgefill.attach(model, random_maps(model), **SETTINGS) as attachment:
-        handle = _failing_hook(model, where)
+        handle = _failing_hook(model, where, head_pass=first == 0)
         with pytest.raises(ZeroDivisionError):
             run(model, ids[:, first:], **{argument: cache})
         handle.remove()
@@ -281,7 +339,7 @@ def test_an_exception_restores_the_cache(family: str, kind: str, first: int, whe
     torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
 
 
-def _failing_hook(model: nn.Module, where: str) -> Any:
+def _failing_hook(model: nn.Module, where: str, *, head_pass: bool) -> Any:
     layers = decoder_layout(model).layers
     calls = []
 
@@ -293,10 +351,11 @@ def _failing_hook(model: nn.Module, where: str) -> Any:
 
         return hook
 
-    if where == "early":  # the bulk's pass (the head's pass, if any, is over or fails likewise)
-        return layers[SPLIT - 1].register_forward_hook(fail_on(1))
-    if where == "late writer":
-        return layers[SPLIT + 1].self_attn.k_proj.register_forward_hook(fail_on(2))
+    # A fresh prompt's head runs through every layer first, into a cache of its own.
+    if where == "early":
+        return layers[SPLIT - 1].register_forward_hook(fail_on(2 if head_pass else 1))
+    if where == "late writer":  # layer S is written by then
+        return layers[SPLIT + 1].self_attn.k_proj.register_forward_hook(fail_on(2 if head_pass else 1))
 
     def only_tail(module: nn.Module, args: Any, output: Any) -> None:
         if output[0].shape[1] == TAIL:
@@ -383,6 +442,46 @@ def test_detach_inside_and_twice(llama: nn.Module) -> None:
     attachment.detach()
     assert attachment.status()["attached"] is False
     assert hook_count(llama) == 0
+
+
+def test_an_interrupted_call_is_undone_by_detach(llama: nn.Module) -> None:
+    cache = DynamicCache(config=llama.config)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = llama.lm_head.register_forward_hook(interrupt)
+    attachment = ridgefill.attach(llama, random_maps(llama), **SETTINGS)
+    with pytest.raises(KeyboardInterrupt), attachment:
+        run(llama, **{cache_argument_name(llama.forward): cache})
+    handle.remove()
+    assert caches.cached_tokens(cache) == 0
+    assert attachment.status()["reason"] == "the call ended with an exception; its fill was undone"
+
+
+def test_another_hook_s_exception_undoes_the_fill(llama: nn.Module) -> None:
+    cache = DynamicCache(config=llama.config)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("another hook")
+
+    handle = llama.register_forward_hook(fail)  # before ours: it raises after the forward, and ours still runs
+    with ridgefill.attach(llama, random_maps(llama), **SETTINGS) as attachment:
+        with pytest.raises(ZeroDivisionError):
+            run(llama, **{cache_argument_name(llama.forward): cache})
+        assert caches.cached_tokens(cache) == 0
+        assert "filled" not in attachment.status()["counters"]
+    handle.remove()
+
+
+def test_verifying_several_tokens_at_once_is_decoding(llama: nn.Module) -> None:
+    cache = DynamicCache(config=llama.config)
+    argument = cache_argument_name(llama.forward)
+    with ridgefill.attach(llama, random_maps(llama), **SETTINGS) as attachment:
+        run(llama, **{argument: cache})
+        run(llama, prompt(6), **{argument: cache})
+        assert attachment.status()["rows_filled"] == FILLED
+        assert attachment.status()["counters"]["decode of several rows"] == 1
 
 
 def test_status_before_and_after(llama: nn.Module) -> None:

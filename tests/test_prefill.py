@@ -153,14 +153,23 @@ def test_sliding_layers_get_only_the_rows_that_an_exact_row_can_see(
     assert any(windows[SPLIT:]), "no sliding layer was tested"
 
 
+# 2: a first turn shorter than the head. 40: longer than the sliding window.
+@pytest.mark.parametrize("first", [0, 2, 40])
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma3", "olmo3", "llama"])
-def test_static_cache_called_directly(family: str) -> None:
+def test_static_cache_called_directly(family: str, first: int) -> None:
     model = tiny_model(family)
-    ids = prompt(ROWS)
-    stock = call(model, ids, None, StaticCache(config=model.config, max_cache_len=ROWS + 8))
+    ids = prompt(first + ROWS)
+
+    def cache_after_first_turn() -> Any:
+        cache = StaticCache(config=model.config, max_cache_len=first + ROWS + 8)
+        if first:
+            call(model, ids[:, :first], None, cache, 1)
+        return cache
+
+    stock = call(model, ids[:, first:], None, cache_after_first_turn())
     with ridgefill.attach(model, random_maps(model), tier="plumb", **SETTINGS) as attachment:
-        plumb = call(model, ids, None, StaticCache(config=model.config, max_cache_len=ROWS + 8))
-        assert attachment.status()["rows_filled"] == ROWS - TAIL - HEAD
+        plumb = call(model, ids[:, first:], None, cache_after_first_turn())
+        assert attachment.status()["rows_filled"] == first + ROWS - TAIL - max(first, HEAD)
     assert float((plumb - stock).abs().max()) <= 1e-5 * float(stock.abs().max())
 
 

@@ -100,8 +100,10 @@ def text_files(paths: Sequence[Path], skipped: list[Path]) -> list[tuple[str, Te
                 relative = file.relative_to(path)
                 if file.is_file() and not any(part.startswith(".") for part in relative.parts):
                     found.append((relative.as_posix(), TextFile(file, skipped)))
-        elif path.exists():
+        elif path.is_file():
             found.append((path.name, TextFile(path, skipped)))
+        elif path.exists():
+            raise RidgeFillError(f"text {path}: not a regular file (a text is read twice); write it to a file first")
         else:
             raise RidgeFillError(f"text {path}: no such file or folder")
     if not found:

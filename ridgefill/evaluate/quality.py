@@ -288,7 +288,9 @@ def evaluate(
     if unknown := set(variants) - set(VARIANTS):
         raise RidgeFillError(f"unknown variants {sorted(unknown)}; known: {VARIANTS}")
     identity = identity_maps(maps)
-    swapped = {split: swapped_maps(maps, split, *_swapped_layers(maps.at(split))) for split in splits}
+    swapped = {
+        split: swapped_maps(maps, split, *_swapped_layers(maps.at(split))) for split in splits if "swapped" in variants
+    }
     results = []
     for done, window in enumerate(windows):
         if progress is not None:
@@ -301,7 +303,7 @@ def evaluate(
                 if variant == "no bulk" and prefix is not None:
                     score = prefix.score_without_bulk(stock, split=split, head=head)
                 else:
-                    used = {"identity": identity, "swapped": swapped[split]}.get(variant, maps)
+                    used = {"identity": identity, "swapped": swapped.get(split, maps)}.get(variant, maps)
                     exact_head = 0 if variant == "head=0" else head
                     score = score_fill(model, used, ids, stock, split=split, tail=tail, head=exact_head)
                 results.append(Result(window.kind, window.name, split, variant, score))
