@@ -6,7 +6,6 @@ Importing this package loads neither torch nor transformers; each is imported wh
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,8 +31,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ridgefill' has no attribute {name!r}")
     needed = [] if name == "__version__" else ["torch"] if name == "RidgeMaps" else ["torch", "transformers"]
     for package in needed:
-        if importlib.util.find_spec(package) is None:
-            raise ImportError(f"ridgefill.{name} needs {package}: pip install 'ridgefill[hf]'", name=package)
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            raise ImportError(f"ridgefill.{name} needs {package}: pip install 'ridgefill[hf]'", name=package) from error
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
