@@ -161,7 +161,7 @@ def time_overhead(repeats: int = 1000) -> dict[str, Any]:
     """What an attachment adds to calls that do not fill: medians over alternating calls, in microseconds.
 
     A decode step; a prompt too short to fill; and a long one refused after every check (its mask has a hole). The model
-    has one narrow layer, so that the calls themselves do not drown the figure; the decode step that it is shown beside
+    is tiny, so that the calls themselves do not drown the figure; the decode step that it is shown beside
     is SmolLM2's.
     """
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ridgefill import _core, caches, prefill
-from ridgefill.eligibility import FillRule, Signature, prepare, step_rows
+from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
 from ridgefill.errors import AlreadyAttachedError, AttachError
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
 from ridgefill.maps import FEATURES, RidgeMaps, SplitMaps
@@ -134,8 +134,7 @@ class Attachment:
             with self._lock:
                 self.counters["decode"] += 1
             return None
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if rows <= _VERIFY_ROWS and cache is not None and caches.cached_tokens(cache):
+        if rows <= _VERIFY_ROWS and caches.cached_tokens(given_cache(kwargs)):
             with self._lock:
                 self.counters["decode of several rows"] += 1
             return None

@@ -102,7 +102,7 @@ class BlockInputs:
             FitError: a layer was not reached, or its input is not finite.
         """
         base = self._layout.base
-        device = base.get_input_embeddings().weight.device  # type: ignore[operator]
+        device = self._layout.embeddings.device
         try:
             with torch.no_grad():
                 base(input_ids=torch.tensor([list(ids)], device=device), use_cache=False)

@@ -49,6 +49,11 @@ class Signature:
         return {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs
 
 
+def given_cache(arguments: dict[str, Any]) -> Any:
+    """The cache among a call's arguments, under whichever name, or None."""
+    return next((arguments[name] for name in _CACHE_NAMES if arguments.get(name) is not None), None)
+
+
 def step_rows(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The number of rows a call brings, found without looking at anything else; 0 when it cannot be told."""
     inputs: Any = kwargs.get("input_ids")
@@ -69,7 +74,7 @@ def prepare(
     if len(inputs) != 1:
         return None, f"expected one of input_ids and inputs_embeds, found {sorted(inputs) or 'neither'}"
     rows = next(iter(inputs.values())).shape[1]
-    cache = next((arguments[n] for n in _CACHE_NAMES if arguments.get(n) is not None), None)
+    cache = given_cache(arguments)
     if cache is not None and (refusal := caches.refusal(cache, layout)):
         return None, refusal
     if torch.is_grad_enabled() and (

@@ -177,9 +177,8 @@ def _write_late_layer(
 
     window = caches.window_of(step.cache, settings.layout, layer_idx)
     needed_row = _core.first_needed_row(step.fill_start, step.fill_end, window)
-    predictor = settings.maps.get(
-        layer_idx
-    )  # None: the split layer, or plumb; `attach` checked that no other lacks one
+    # None: the split layer, or plumb; `attach` checked that no other layer lacks a map.
+    predictor = settings.maps.get(layer_idx)
     write = settings.writers[layer_idx].write
     keys, values = [], []
     if head_cache is not None and needed_row == step.fill_start:

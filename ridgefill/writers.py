@@ -147,10 +147,10 @@ def _probe(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any], tupl
     try:
         handles.extend(layer.register_forward_pre_hook(on_layer, with_kwargs=True) for layer in layout.layers)
         handles.extend(module.register_forward_hook(on_rotary) for module in rotary_modules)
-        embeddings = next(layout.base.parameters())
         with torch.no_grad():
             layout.base(
-                input_ids=torch.arange(_PROBE_ROWS, device=embeddings.device).unsqueeze(0) % layout.config.vocab_size,
+                input_ids=torch.arange(_PROBE_ROWS, device=layout.embeddings.device).unsqueeze(0)
+                % layout.config.vocab_size,
                 use_cache=False,
             )
     finally:
