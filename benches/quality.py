@@ -34,6 +34,8 @@ from ridgefill.maps import RidgeMaps
 SHARE_OF_NO_BULK = {20: 0.25, 15: 0.60}
 # "Several times worse", "far worse": the control's KL as a multiple of the fill's.
 TIMES_WORSE = {"identity": 3.0, "head=0": 5.0, "swapped": 1.2}
+# Issue 5: tier quality's KL, a tenth of the bulk exact, as a share of tier speed's.
+SHARE_OF_SPEED = {20: 0.33, 15: 0.38}
 
 
 def fit_maps(model: Any, tokenizer: Any, splits: tuple[int, ...], tokens: int) -> RidgeMaps:
@@ -96,6 +98,11 @@ def bars(results: list[Result], splits: tuple[int, ...]) -> list[dict[str, Any]]
                 bar = SHARE_OF_NO_BULK[split]
                 name = f"S={split}: {figure} of fill / no bulk <= {bar:.0%}"
                 found.append({"bar": name, **dataclasses.asdict(ratio), "holds": abs(ratio.estimate) <= bar})
+        if split in SHARE_OF_SPEED:
+            ratio = ratio_interval(values(results, split, "quality", "kl"), values(results, split, "fill", "kl"))
+            bar = SHARE_OF_SPEED[split]
+            name = f"S={split}: kl of quality / fill <= {bar:.0%}"
+            found.append({"bar": name, **dataclasses.asdict(ratio), "holds": ratio.estimate <= bar})
         for control, least in TIMES_WORSE.items():
             ratio = ratio_interval(values(results, split, control, "kl"), values(results, split, "fill", "kl"))
             name = f"S={split}: kl of {control} / fill >= {least:g}"

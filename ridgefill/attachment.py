@@ -11,24 +11,27 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ridgefill import _core, caches, prefill
+from ridgefill import _core, caches, prefill, rows
 from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
 from ridgefill.errors import AlreadyAttachedError, AttachError
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
 from ridgefill.maps import FEATURES, RidgeMaps, SplitMaps
-from ridgefill.synth import misplaced, resident_maps
+from ridgefill.scorers import RowScorer
+from ridgefill.synth import ResidentMap, misplaced, resident_maps
 from ridgefill.writers import late_layer_writers
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-TIERS = ("exact", "speed", "plumb")
+TIERS = ("exact", "quality", "speed", "plumb")
 _HISTORY_CALLS = 256
+# The part of the bulk that runs exactly in tier quality (design section 3).
+_DEFAULT_SHARE = 0.1
 # Speculative decoding verifies a few tokens at once: so many rows or fewer on a cache are a decode step, not a prefill.
 _VERIFY_ROWS = 16
 _log = logging.getLogger("ridgefill")
@@ -49,6 +52,7 @@ class _Call:
     started: float
     error_at_entry: BaseException | None
     tail_started: float = 0.0
+    selection: rows.Selection | str = ""  # or, in words, why no row is selected
 
 
 class _Calls(threading.local):
@@ -65,9 +69,10 @@ class Attachment:
     warnings: list[str]
     tokenizer: str
     maps_path: str | None
-    map_bytes: int
+    resident: list[dict[int, ResidentMap]]  # the maps of every gate, on the model's devices
     signature: Signature
     model: weakref.ref[nn.Module]
+    selection: rows.SelectionSettings | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
     counters: Counter[str] = field(default_factory=Counter)
 
@@ -97,9 +102,11 @@ class Attachment:
     def status(self) -> dict[str, Any]:
         """What is attached and what the last prefill did, ready for JSON.
 
-        ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. Decode
-        steps are counted in ``counters``, and do not replace the prefill before them. ``timings`` are wall times of the
-        calling thread; on a GPU, which works behind it, they are the times to launch.
+        ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words.
+        ``rows_selected`` rows of the fill span ran exactly through every layer (``gates``: how many ran on at each
+        gate); when none did, ``selection`` says why. Decode steps are counted in ``counters``, and do not replace the
+        prefill before them. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are
+        the times to launch.
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")
@@ -113,7 +120,7 @@ class Attachment:
                 "min_bulk": self.rule.min_bulk,
                 **last,
                 "maps": self.maps_path,
-                "map_bytes": self.map_bytes,
+                "map_bytes": sum(m.nbytes for maps in self.resident for m in maps.values()),
                 "tokenizer": self.tokenizer,
                 "writers": {i: w.name for i, w in writers},
                 "writer_reasons": sorted({w.reason for _, w in writers if w.name != "direct"}),
@@ -129,17 +136,17 @@ class Attachment:
         """Fill an eligible call and return the arguments with which the stock forward does the tail."""
         self._abandon()  # an interrupt ended the last call without its forward hook
         prefill.RUNNING.capture = None
-        rows = step_rows(self.signature, args, kwargs)
-        if rows == 1:
+        count = step_rows(self.signature, args, kwargs)
+        if count == 1:
             with self._lock:
                 self.counters["decode"] += 1
             return None
-        if rows <= _VERIFY_ROWS and caches.cached_tokens(given_cache(kwargs)):
+        if count <= _VERIFY_ROWS and caches.cached_tokens(given_cache(kwargs)):
             with self._lock:
                 self.counters["decode of several rows"] += 1
             return None
-        if rows < self.rule.tail + self.rule.min_bulk:
-            self._run_exact(f"{rows} rows are fewer than tail={self.rule.tail} and min_bulk={self.rule.min_bulk}")
+        if count < self.rule.tail + self.rule.min_bulk:
+            self._run_exact(f"{count} rows are fewer than tail={self.rule.tail} and min_bulk={self.rule.min_bulk}")
             return None
         if self.tier == "exact":
             self._run_exact("the tier is exact")
@@ -147,17 +154,19 @@ class Attachment:
         started = time.perf_counter()
         arguments = self.signature.bind(args, kwargs)
         step, reason = prepare(model, self.settings.layout, self.rule, self.signature, arguments)
-        if step is not None and (moved := misplaced(self.settings.maps, self.settings.layout)):
+        if step is not None and (moved := misplaced(self.resident, self.settings.layout)):
             step, reason = None, moved
         if step is None:
             self._run_exact(reason, log=True)
             return None
         call = _Call(
-            step, step.cached_tokens + rows, reason, caches.entry_state(step.cache), started, sys.exc_info()[1]
+            step, step.cached_tokens + count, reason, caches.entry_state(step.cache), started, sys.exc_info()[1]
         )
         self._calls.current = call
         try:
-            prefill.fill(self.settings, step)
+            bulk = prefill.fill(self.settings, step)
+            if self.selection is not None:
+                call.selection = rows.await_tail(self.settings, self.selection, step, bulk)
         except BaseException:
             self._abandon()
             raise
@@ -182,8 +191,15 @@ class Attachment:
         if output is None or sys.exc_info()[1] is not call.error_at_entry:
             self._abandon()
             return
-        self._calls.current = None
-        step, now = call.step, time.perf_counter()
+        self._calls.current, rows.WAITING.selection = None, None
+        step, now, selection = call.step, time.perf_counter(), call.selection
+        selected, gates = 0, dict[int, int]()
+        if isinstance(selection, rows.Selection):
+            gates = {split: chosen.shape[1] for split, chosen in selection.chosen.items()}
+            if selection.rows is None:
+                selection = f"the tail's forward passed gates {sorted(gates)} only"
+            else:
+                selected, selection = selection.rows.shape[1], ""
         record = _record(
             call.reason,
             spans={
@@ -191,7 +207,10 @@ class Attachment:
                 "fill": [step.fill_start, step.fill_end],
                 "tail": [step.fill_end, call.step_end],
             },
-            rows_filled=step.fill_end - step.fill_start,
+            rows_filled=step.fill_end - step.fill_start - selected,
+            rows_selected=selected,
+            gates=gates,
+            selection=selection,
             timings={
                 **step.timings,
                 "tail_ms": 1e3 * (now - call.tail_started),
@@ -204,7 +223,7 @@ class Attachment:
 
     def _abandon(self) -> None:
         """Give the caller's cache its rows at entry back."""
-        call, self._calls.current = self._calls.current, None
+        call, self._calls.current, rows.WAITING.selection = self._calls.current, None, None
         if call is not None:
             call.restore()
             with self._lock:
@@ -231,6 +250,9 @@ def attach(
     head: int = 4,
     min_bulk: int = 256,
     tokenizer: Any = None,
+    share: float | None = None,
+    gates: Mapping[int, float] | None = None,
+    scorer: RowScorer | None = None,
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
 
@@ -242,12 +264,16 @@ def attach(
         model: the model, on its devices, in any floating dtype.
         maps: a map file's path, or maps already loaded or fitted.
         split: the first late layer; None takes the file's default.
-        tier: ``speed`` fills; ``exact`` never does; ``plumb`` fills with the true block inputs (the oracle: slower
-            than stock, equal to it).
+        tier: ``speed`` fills; ``quality`` fills and runs the rows that the tail's queries look at; ``exact`` never
+            fills; ``plumb`` fills with the true block inputs (the oracle: slower than stock, equal to it).
         tail: the last rows of a prompt that stay exact, in tokens.
         head: the first rows that stay exact. They are attention sinks: 0 is a control that ruins the answer.
         min_bulk: fewer bulk rows than this are not worth a fill.
         tokenizer: checked against the file's tokenizer hash when given.
+        share: the part of the bulk that runs exactly (tiers ``quality``, where None is 0.1, and ``plumb``).
+        gates: instead of ``share``, several layers at which the tail chooses anew which part of the bulk runs on,
+            ``{10: 0.3, 15: 0.1}``: the lowest is the split, and the file has maps for each.
+        scorer: what ranks the bulk's rows; None: the tail's attention (`ridgefill.scorers.AttentionScorer`).
 
     Raises:
         MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
@@ -261,6 +287,14 @@ def attach(
     for name, value, least in (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise AttachError(f"{name} must be an integer of at least {least}, found {value!r}")
+    if tier not in ("quality", "plumb") and not (share is None and gates is None and scorer is None):
+        raise AttachError(f"tier {tier!r} selects no rows; share, gates and scorer belong to tier 'quality'")
+    if gates is not None and (share is not None or not gates or split not in (None, min(gates))):
+        raise AttachError(
+            f"gates={dict(gates)} name the split and every share; share={share} and split={split} do not fit"
+        )
+    if gates is None and (share is not None or tier == "quality"):
+        share = _DEFAULT_SHARE if share is None else share
     with _ATTACH_LOCK:
         if model in _ATTACHED:
             raise AlreadyAttachedError(f"{type(model).__name__} already has maps attached; call detach() first")
@@ -270,27 +304,40 @@ def attach(
         warnings = [
             message for _, message in _core.compare_fingerprints(json.dumps(loaded.fingerprint), json.dumps(found))
         ]
-        split_maps = loaded.at(split)
-        _check_usable(split_maps, layout)
+        split_maps = loaded.at(min(gates) if gates else split)
+        gate_maps = [loaded.at(gate) for gate in sorted(gates)] if gates else [split_maps]
+        for checked in gate_maps:
+            _check_usable(checked, layout)
         writers, rotary_modules = late_layer_writers(layout, split_maps.split)
-        resident = {} if tier == "plumb" else resident_maps(split_maps, layout)
+        resident = [{} if tier == "plumb" else resident_maps(at_gate, layout) for at_gate in gate_maps]
+        selection = None
+        if shares := gates or ({} if share is None else {split_maps.split: share}):
+            selection = rows.selection_settings(
+                layout,
+                [
+                    rows.Gate(s, shares[s], maps_there, scorer or rows.attention_scorer(layout, s))
+                    for s, maps_there in zip(sorted(shares), resident, strict=True)
+                ],
+            )
         attachment = Attachment(
             tier=tier,
             rule=FillRule(tail=tail, head=head, min_bulk=min_bulk),
             settings=prefill.FillSettings(
                 layout=layout,
                 split=split_maps.split,
-                maps=resident,
+                maps=resident[0],
                 writers=writers,
                 rotary_modules=rotary_modules,
                 true_inputs=tier == "plumb",
+                selects_rows=selection is not None,
             ),
             warnings=warnings,
             tokenizer=_tokenizer_word(tokenizer, loaded),
             maps_path=loaded.path,
-            map_bytes=sum(m.weight.nbytes + m.bias.nbytes for m in resident.values()),
+            resident=resident,
             signature=Signature.of(model),
             model=weakref.ref(model),
+            selection=selection,
         )
         _ATTACHED[model] = attachment
         _register(model, attachment)
@@ -357,6 +404,8 @@ def _register(model: nn.Module, attachment: Attachment) -> None:
         split_layer = settings.layout.layers[settings.split]
         handles.append(split_layer.register_forward_pre_hook(prefill.on_split_layer, with_kwargs=True))
         handles.extend(m.register_forward_hook(prefill.on_rotary) for m in settings.rotary_modules)
+        if attachment.selection is not None:
+            handles.extend(attachment.selection.hook(settings.layout))
     except BaseException:
         attachment.detach()
         raise
@@ -367,6 +416,17 @@ def _record(
     *,
     spans: dict[str, list[int]] | None = None,
     rows_filled: int = 0,
+    rows_selected: int = 0,
+    gates: dict[int, int] | None = None,
+    selection: str = "",
     timings: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    return {"reason": reason, "spans": spans, "rows_filled": rows_filled, "timings": timings or {}}
+    return {
+        "reason": reason,
+        "spans": spans,
+        "rows_filled": rows_filled,
+        "rows_selected": rows_selected,
+        "gates": gates or {},
+        "selection": selection,
+        "timings": timings or {},
+    }

@@ -50,6 +50,17 @@ def window_of(cache: Cache, layout: DecoderLayout, layer_idx: int) -> int | None
     return None
 
 
+def kept_rows(cache: Cache, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the keys and values ``[batch, heads, rows, dim]`` that a layer holds now, oldest first."""
+    layer: Any = cache.layers[layer_idx]
+    rows = layer.keys.shape[-2]
+    if hasattr(layer, "cumulative_length_int"):
+        rows = min(rows, layer.cumulative_length_int)
+    elif not isinstance(getattr(layer, "cumulative_length", 0), int):
+        rows = int(layer.cumulative_length)
+    return layer.keys[..., :rows, :], layer.values[..., :rows, :]
+
+
 def write(cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, skipped_rows: int) -> None:
     """Append keys and values ``[batch, heads, rows, dim]``, counting ``skipped_rows`` before them as seen.
 

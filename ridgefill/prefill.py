@@ -44,6 +44,7 @@ class FillSettings:
     writers: dict[int, LayerWriter]
     rotary_modules: tuple[nn.Module, ...]
     true_inputs: bool = False  # plumb: late layers get their true block input instead of the split layer's stream
+    selects_rows: bool = False  # keep what rows of the bulk need to run exactly later
 
 
 @dataclass
@@ -92,36 +93,82 @@ class Capture:
         RUNNING.capture = None
 
 
-def fill(settings: FillSettings, step: Step) -> None:
+@dataclass(frozen=True)
+class WindowRows:
+    """All rows that a bulk row may see in a layer whose cache slides, from position ``first_row`` to the bulk's end."""
+
+    first_row: int
+    keys: torch.Tensor  # [batch, kv_heads, rows, head_dim]
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """What the layers below the split leave of a step: all that its late layers are written from.
+
+    Attributes:
+        first_row: the absolute position of the first row of ``stream``.
+        stream: ``[batch, fill_end - first_row, d]``, the split layer's block input.
+        layer_kwargs: what else the split layer was called with: positions and rotary tables of these rows, no mask.
+        rotary_outputs: the rotary modules' tables, in call order.
+        head_cache: the late layers' keys and values of the head rows, where they are not in the step's cache.
+        true_inputs: every late layer's true block input (tier ``plumb``), else None.
+        window_rows: what late layers whose cache slides would drop, where rows are to be selected.
+    """
+
+    first_row: int
+    stream: torch.Tensor
+    layer_kwargs: dict[str, Any]
+    rotary_outputs: list[Any]
+    head_cache: Cache | None
+    true_inputs: dict[int, torch.Tensor] | None
+    window_rows: dict[int, WindowRows] = field(default_factory=dict)
+
+    def kwargs_for(self, writer: LayerWriter) -> dict[str, Any]:
+        """The keyword arguments of a late layer: the split layer's, with the layer's own rotary tables."""
+        if writer.rotary_call is None:
+            return self.layer_kwargs
+        return {**self.layer_kwargs, "position_embeddings": self.rotary_outputs[writer.rotary_call]}
+
+
+def fill(settings: FillSettings, step: Step) -> Bulk:
     """Run head and bulk of one step into its cache, so that the stock forward can go on at ``step.fill_end``.
 
     Args:
         settings: the attachment's choices.
         step: the call; its cache grows from ``cached_tokens`` to ``fill_end`` rows in every layer.
 
+    Returns:
+        What the bulk's rows can still be run from.
+
     Raises:
         Whatever the model raises; the caller restores the cache.
     """
+    started = time.perf_counter()
+    bulk = run_bulk(settings, step)
+    bulk_done = time.perf_counter()
+    write_late_layers(settings, step, bulk)
+    step.timings["bulk_ms"] = 1e3 * (bulk_done - started) - step.timings["head_ms"]
+    step.timings["fill_ms"] = 1e3 * (time.perf_counter() - bulk_done)
+    return bulk
+
+
+def run_bulk(settings: FillSettings, step: Step) -> Bulk:
+    """Run the head through every layer, and head and bulk through the layers below the split, into the cache."""
     started = time.perf_counter()
     head_cache = _run_head(settings, step)
     # An empty cache lets one pass over head and bulk use the causal kernel; a mask over a 4-row head would forbid it.
     first_row = 0 if step.cached_tokens == 0 else step.fill_start
     true_inputs = _true_block_inputs(settings, step, first_row) if settings.true_inputs else None
-    head_done = time.perf_counter()
+    step.timings["head_ms"] = 1e3 * (time.perf_counter() - started)
     taken, rotary_outputs = _run_early_layers(settings, step, first_row)
-    bulk_done = time.perf_counter()
+    return Bulk(first_row, taken.stream, taken.layer_kwargs, rotary_outputs, head_cache, true_inputs)
+
+
+def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
+    """Predict the bulk rows of every layer from the split on, and write their keys and values to the cache."""
     for layer_idx in range(settings.split, settings.layout.num_layers):
-        writer = settings.writers[layer_idx]
-        layer_kwargs = dict(taken.layer_kwargs)
-        if writer.rotary_call is not None:
-            layer_kwargs["position_embeddings"] = rotary_outputs[writer.rotary_call]
-        stream = taken.stream if true_inputs is None else true_inputs[layer_idx]
-        _write_late_layer(settings, step, layer_idx, stream, layer_kwargs, first_row, head_cache)
-    step.timings = {
-        "head_ms": 1e3 * (head_done - started),
-        "bulk_ms": 1e3 * (bulk_done - head_done),
-        "fill_ms": 1e3 * (time.perf_counter() - bulk_done),
-    }
+        _write_late_layer(settings, step, bulk, layer_idx)
 
 
 def _run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:
@@ -161,42 +208,55 @@ def _run_early_layers(settings: FillSettings, step: Step, first_row: int) -> tup
     raise RuntimeError(f"the base model's forward did not reach the hook on layer {settings.split}")
 
 
-def _write_late_layer(
-    settings: FillSettings,
-    step: Step,
-    layer_idx: int,
-    stream: torch.Tensor,
-    layer_kwargs: dict[str, Any],
-    first_row: int,
-    head_cache: Cache | None,
-) -> None:
-    """Predict one late layer's bulk rows from ``stream`` ``[batch, rows from first_row, d]`` and write its cache."""
+def _write_late_layer(settings: FillSettings, step: Step, bulk: Bulk, layer_idx: int) -> None:
+    """Predict one late layer's bulk rows and write its cache."""
     import torch
 
     from ridgefill import _core
 
+    writer = settings.writers[layer_idx]
+    layer_kwargs = bulk.kwargs_for(writer)
+    stream = bulk.stream if bulk.true_inputs is None else bulk.true_inputs[layer_idx]
+    head_cache = bulk.head_cache
     window = caches.window_of(step.cache, settings.layout, layer_idx)
     needed_row = _core.first_needed_row(step.fill_start, step.fill_end, window)
+    # A selected row sees its own window, of which a sliding cache will keep nothing.
+    keeps_window = settings.selects_rows and window is not None
+    first_predicted = step.fill_start if keeps_window else needed_row
     # None: the split layer, or plumb; `attach` checked that no other layer lacks a map.
     predictor = settings.maps.get(layer_idx)
-    write = settings.writers[layer_idx].write
     keys, values = [], []
-    if head_cache is not None and needed_row == step.fill_start:
+    if head_cache is not None and first_predicted == step.fill_start:
         keys.append(head_cache.layers[layer_idx].keys)
         values.append(head_cache.layers[layer_idx].values)
-    for start in range(needed_row, step.fill_end, FILL_BLOCK_ROWS):
-        rows = slice(start - first_row, min(start + FILL_BLOCK_ROWS, step.fill_end) - first_row)
+    for start in range(first_predicted, step.fill_end, FILL_BLOCK_ROWS):
+        rows = slice(start - bulk.first_row, min(start + FILL_BLOCK_ROWS, step.fill_end) - bulk.first_row)
         block_input = stream[:, rows]  # [batch, block, d]
         if predictor is not None:
             block_input = predictor.predict(block_input)
-        block_keys, block_values = write(block_input, _cut_rows(layer_kwargs, rows, stream.shape[1]))
+        block_keys, block_values = writer.write(block_input, _cut_rows(layer_kwargs, rows, stream.shape[1]))
         keys.append(block_keys)
         values.append(block_values)
+    new_keys, new_values = torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
     # Rows before needed_row lie outside every exact row's window; the head's lie there too.
     skipped = needed_row - step.fill_start
     if skipped and head_cache is not None:
         skipped = needed_row
-    caches.write(step.cache, layer_idx, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), skipped)
+    if keeps_window:
+        bulk.window_rows[layer_idx] = _window_rows(step, layer_idx, new_keys, new_values)
+        if skipped:
+            new_keys, new_values = (t[..., needed_row - step.fill_end :, :] for t in (new_keys, new_values))
+    caches.write(step.cache, layer_idx, new_keys, new_values, skipped)
+
+
+def _window_rows(step: Step, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> WindowRows:
+    """The bulk's rows (a fresh prompt's head among them) behind what the layer's cache still holds from before."""
+    import torch
+
+    if step.cached_tokens:
+        before_keys, before_values = caches.kept_rows(step.cache, layer_idx)
+        keys, values = torch.cat([before_keys, keys], dim=-2), torch.cat([before_values, values], dim=-2)
+    return WindowRows(step.fill_end - keys.shape[-2], keys, values)
 
 
 def _cut_rows(layer_kwargs: dict[str, Any], rows: slice, total_rows: int) -> dict[str, Any]:
@@ -247,7 +307,7 @@ def on_split_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return
     settings = capture.settings
     if module is settings.layout.layers[settings.split]:
-        layer_kwargs = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        layer_kwargs = {name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")}
         raise StreamTaken(args[0] if args else kwargs["hidden_states"], layer_kwargs)
 
 

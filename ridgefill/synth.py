@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,11 @@ class ResidentMap:
 
     weight: torch.Tensor
     bias: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes on its device."""
+        return self.weight.nbytes + self.bias.nbytes
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """The predicted block input ``x W + b`` (design section 2): ``[batch, rows, n_in] -> [batch, rows, d]``."""
@@ -36,9 +42,9 @@ def resident_maps(split_maps: SplitMaps, layout: DecoderLayout) -> dict[int, Res
     return resident
 
 
-def misplaced(maps: dict[int, ResidentMap], layout: DecoderLayout) -> str | None:
+def misplaced(maps: Iterable[dict[int, ResidentMap]], layout: DecoderLayout) -> str | None:
     """Why maps no longer fit the model (it was moved or cast after they were attached), or None."""
-    for layer, resident in maps.items():
+    for layer, resident in (item for of_one_split in maps for item in of_one_split.items()):
         found = (resident.weight.device, resident.weight.dtype)
         if found != (wanted := _place(layout, layer)):
             return (

@@ -110,7 +110,7 @@ def late_layer_writers(layout: DecoderLayout, split: int) -> tuple[dict[int, Lay
     Raises:
         UnsupportedModelError: a late layer gets arguments that the split layer's do not determine, or keeps no cache.
     """
-    calls, rotary_outputs, rotary_modules = _probe(layout)
+    calls, rotary_outputs, rotary_modules = probe_layers(layout)
     split_kwargs = calls[split]
     writers: dict[int, LayerWriter] = {}
     for layer_idx in range(split, layout.num_layers):
@@ -125,8 +125,8 @@ def late_layer_writers(layout: DecoderLayout, split: int) -> tuple[dict[int, Lay
     return writers, rotary_modules if needed else ()
 
 
-def _probe(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any], tuple[nn.Module, ...]]:
-    """Run a few rows through the base model and record what each layer was given, and the rotary modules' outputs."""
+def probe_layers(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any], tuple[nn.Module, ...]]:
+    """Run a few rows through the base model: what each layer was given, and the rotary modules and their outputs."""
     import torch
 
     calls: list[dict[str, Any]] = []

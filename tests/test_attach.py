@@ -54,7 +54,7 @@ def hook_count(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"tier": "quality"}, "unknown tier 'quality'"),
+        ({"tier": "best"}, "unknown tier 'best'"),
         ({"tail": 0}, "tail must be an integer of at least 1, found 0"),
         ({"head": -1}, "head must be an integer of at least 0"),
         ({"min_bulk": 0.5}, r"min_bulk must be .* found 0.5"),
@@ -501,18 +501,14 @@ def test_status_before_and_after(llama: nn.Module) -> None:
 
 
 def test_a_call_that_does_not_fill_costs_microseconds(llama: nn.Module) -> None:
-    """A generous bound for a noisy machine; benches/ttft.py prints the figure."""
-    ids = prompt(1)
+    """A generous bound for a noisy machine, plain and attached calls in turn; benches/ttft.py prints the figure."""
+    ids, attached = prompt(1), copy.deepcopy(llama)
 
-    def median_seconds() -> float:
-        times = []
-        for _ in range(60):
-            started = time.perf_counter()
-            run(llama, ids)
-            times.append(time.perf_counter() - started)
-        return sorted(times)[30]
+    def seconds(model: nn.Module) -> float:
+        started = time.perf_counter()
+        run(model, ids)
+        return time.perf_counter() - started
 
-    before = median_seconds()
-    with ridgefill.attach(llama, random_maps(llama), **SETTINGS):
-        during = median_seconds()
-    assert during - before < 1e-3
+    with ridgefill.attach(attached, random_maps(attached), **SETTINGS):
+        differences = [seconds(attached) - seconds(llama) for _ in range(101)]
+    assert sorted(differences)[50] < 1e-3

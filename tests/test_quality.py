@@ -10,10 +10,12 @@ import pytest
 import torch
 from tiny import prompt, random_maps, tiny_model
 
+from ridgefill.attachment import attach
 from ridgefill.demo import KINDS, calibration_texts, standard_texts
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.quality import (
-    ExactPrefix,
+    BulkPrefill,
+    ExactPrefill,
     Result,
     evaluate,
     held_out_windows,
@@ -148,12 +150,14 @@ def test_hidden_bulk_is_really_hidden_and_nothing_else_is() -> None:
     other = ids.clone()
     other[:, head : rows - tail] = prompt(rows, seed=9)[:, head : rows - tail]
     stock = prefill_logits(model, ids, tail)
-    torch.testing.assert_close(ExactPrefix(model, ids, tail).tail_logits(), stock, rtol=1e-4, atol=1e-4)
+    exact = ExactPrefill(model, ids, tail)
+    torch.testing.assert_close(exact.logits, stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(exact.tail_logits(), stock, rtol=1e-4, atol=1e-4)
     # Hidden from every layer, the bulk cannot matter at all; hidden from the late ones, only through the early ones.
-    prefixes = [ExactPrefix(model, prompt_ids, tail) for prompt_ids in (ids, other)]
+    prefixes = [exact, ExactPrefill(model, other, tail)]
     with late_layers_without_bulk(model, split=0, head=head, tail=tail, rows=rows):
         torch.testing.assert_close(prefixes[0].tail_logits(), prefixes[1].tail_logits(), rtol=1e-4, atol=1e-4)
-    scored = ExactPrefix(model, ids, tail).score_without_bulk(stock, split=split, head=head)
+    scored = exact.score_without_bulk(split=split, head=head)
     assert scored.kl > 1e-4
     assert not model.model.layers[split]._forward_pre_hooks
 
@@ -172,9 +176,46 @@ def test_sliding_layers_hide_the_same_absolute_rows() -> None:
     model, rows, tail = tiny_model("gemma3"), 96, 12
     ids = prompt(rows)
     stock = prefill_logits(model, ids, tail)
-    prefix = ExactPrefix(model, ids, tail)
+    prefix = ExactPrefill(model, ids, tail)
     torch.testing.assert_close(prefix.tail_logits(), stock, rtol=1e-3, atol=1e-3)
-    assert prefix.score_without_bulk(stock, split=3, head=4).kl > 1e-4
+    assert prefix.score_without_bulk(split=3, head=4).kl > 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_one_bulk_scores_many_maps_as_the_product_does(family: str) -> None:
+    model, tail = tiny_model(family), 16
+    ids, maps = prompt(96), random_maps(model)
+    exact = ExactPrefill(model, ids, tail)
+    bulk = BulkPrefill(model, maps, ids, split=3, tail=tail)
+    for used in (maps, identity_maps(maps), maps):
+        product = score_fill(model, used, ids, exact.logits, split=3, tail=tail, min_bulk=1)
+        assert bulk.score(used, exact.logits) == product
+        assert product.rows_filled == 76
+    without_head = score_fill(model, maps, ids, exact.logits, split=3, tail=tail, head=0, min_bulk=1)
+    assert bulk.score(maps, exact.logits, fill_head=True) == without_head
+    assert without_head.rows_filled == 80
+    with pytest.raises(RidgeFillError, match="no bulk"):
+        BulkPrefill(model, maps, ids[:, :20], split=3, tail=tail)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_selected_rows_are_scored_as_the_product_runs_them(family: str) -> None:
+    model, tail, share = tiny_model(family), 16, 0.25
+    ids, maps = prompt(96), random_maps(model)
+    exact = ExactPrefill(model, ids, tail)
+    bulk = BulkPrefill(model, maps, ids, split=3, tail=tail)
+    with attach(model, maps, tier="quality", share=share, tail=tail, min_bulk=1):
+        product = score_tail(exact.logits, prefill_logits(model, ids, tail), ids, rows_filled=76 - 19)
+    assert bulk.score(maps, exact.logits, choice=bulk.choice(share=share)) == product
+    dropped = bulk.score(maps, exact.logits, choice=bulk.choice(share=share, drop=True))
+    assert dropped != product
+    # With every row selected there is nothing to fill and nothing to drop.
+    for drop in (False, True):
+        assert bulk.score(maps, exact.logits, choice=bulk.choice(share=1.0, drop=drop)).kl < 1e-6
+    # With one row selected and the others dropped, late layers see almost no bulk.
+    one = bulk.score(maps, exact.logits, choice=bulk.choice(share=0.001, drop=True))
+    assert one.kl == pytest.approx(exact.score_without_bulk(split=3).kl, rel=0.5)
+    assert not model.model.layers[3]._forward_pre_hooks
 
 
 def test_identity_and_swapped_maps() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,28 @@ from ridgefill.demo import KINDS, standard_texts
 from ridgefill.errors import RidgeFillError
 from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
+from ridgefill.prefill import Bulk, FillSettings, Step, run_bulk, write_late_layers
+from ridgefill.rows import (
+    WAITING,
+    Gate,
+    Selection,
+    SelectionSettings,
+    attention_scorer,
+    await_tail,
+    selection_settings,
+)
+from ridgefill.scorers import RandomScorer, RowScorer
+from ridgefill.synth import resident_maps
 
 if TYPE_CHECKING:
     from torch import nn
 
 # Rows whose logits are compared at once: 128 rows of 50,000 words take 25 MB in float32, 100 MB with what is derived.
 _SCORE_ROWS = 128
-VARIANTS = ("fill", "no bulk", "identity", "head=0", "swapped")
+SELECTING_VARIANTS = ("quality", "random rows", "drop")
+VARIANTS = ("fill", *SELECTING_VARIANTS, "no bulk", "identity", "head=0", "swapped")
+# The part of the bulk that selecting variants run exactly.
+SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -209,11 +224,14 @@ def swapped_maps(maps: RidgeMaps, split: int, a: int, b: int) -> RidgeMaps:
 
 
 @contextmanager
-def late_layers_without_bulk(model: nn.Module, *, split: int, head: int, tail: int, rows: int) -> Iterator[None]:
-    """Hide the bulk from layers ``split`` and later while a prompt's tail runs over the exact cache of its first rows.
+def late_layers_without_bulk(
+    model: nn.Module, *, split: int, head: int, tail: int, rows: int, selection: Selection | None = None
+) -> Iterator[None]:
+    """Hide the bulk from layers ``split`` and later while a prompt's tail runs over a cache of its first rows.
 
-    Columns of absolute positions ``[head, rows - tail)`` are masked; everything else stays the model's own. A fill that
-    does not beat this control is worth nothing.
+    Columns of absolute positions ``[head, rows - tail)`` are masked, but for the rows that ``selection`` has chosen
+    when the tail reaches the split; everything else stays the model's own. A fill that does not beat this control is
+    worth nothing.
 
     Raises:
         RidgeFillError: (inside) a late layer got no 4-D mask, so that nothing could be hidden from it.
@@ -225,10 +243,11 @@ def late_layers_without_bulk(model: nn.Module, *, split: int, head: int, tail: i
             found = f"{mask.ndim}-D" if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise RidgeFillError(f"cannot hide the bulk: {type(module).__name__} got a mask that is {found}, not 4-D")
         # A sliding layer's cache ends at the same row but may begin later: column j is position rows - columns + j.
-        first = rows - mask.shape[-1]
-        hidden = slice(max(0, head - first), max(0, rows - tail - first))
-        mask = mask.clone()
-        mask[..., hidden] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        positions = torch.arange(rows - mask.shape[-1], rows, device=mask.device)
+        hidden = (positions >= head) & (positions < rows - tail)
+        if selection is not None and selection.rows is not None:
+            hidden &= ~torch.isin(positions, selection.rows[0])
+        mask = mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
         return args, {**kwargs, "attention_mask": mask}
 
     late = list(decoder_layout(model).layers)[split:]
@@ -241,25 +260,113 @@ def late_layers_without_bulk(model: nn.Module, *, split: int, head: int, tail: i
             handle.remove()
 
 
-class ExactPrefix:
-    """The exact cache of a prompt's rows before its tail, from which controls start; built once, copied for each."""
+class ExactPrefill:
+    """One stock prefill of a prompt, kept: its tail logits, and the cache of its rows before the tail.
+
+    The control that hides the bulk starts from a copy of that cache.
+    """
 
     def __init__(self, model: nn.Module, ids: torch.Tensor, tail: int) -> None:
+        from transformers import DynamicCache
+
         self._model, self._ids, self._tail = model, ids, tail
-        with torch.no_grad():
-            output: Any = model(ids[:, :-tail], use_cache=True, logits_to_keep=1)
-        self._cache = getattr(output, str(cache_argument_name(model.forward)))
+        # Without a config every layer keeps every row, so that the tail can be cropped off a sliding layer too.
+        self._cache = DynamicCache()
+        self.logits = prefill_logits(model, ids, tail, self._cache)  # [tail, vocab]
+        self._cache.crop(-tail)
 
     def tail_logits(self) -> torch.Tensor:
         """Stock's tail logits ``[tail, vocab]`` over a copy of the cache."""
         return prefill_logits(self._model, self._ids[:, -self._tail :], self._tail, copy.deepcopy(self._cache))
 
-    def score_without_bulk(self, stock: torch.Tensor, *, split: int, head: int = 4) -> Score:
+    def score_without_bulk(self, *, split: int, head: int = 4) -> Score:
         """The score of late layers that see no bulk row at all."""
         rows = self._ids.shape[1]
         with late_layers_without_bulk(self._model, split=split, head=head, tail=self._tail, rows=rows):
             logits = self.tail_logits()
-        return score_tail(stock, logits, self._ids, rows_filled=0)
+        return score_tail(self.logits, logits, self._ids, rows_filled=0)
+
+
+class BulkPrefill:
+    """Head and bulk of one prompt, run once by the product's own functions below a split; scored under many maps.
+
+    `score` writes the late layers of a copy of the cache and lets the stock forward do the tail: what `score_fill` does
+    in one call, bit for bit, without running the layers below the split again for each control.
+    """
+
+    def __init__(
+        self, model: nn.Module, maps: RidgeMaps, ids: torch.Tensor, *, split: int, tail: int, head: int = 4
+    ) -> None:
+        from transformers import DynamicCache
+
+        self._model, self._ids, self._tail = model, ids, tail
+        if ids.shape[1] <= head + tail:
+            raise RidgeFillError(f"a prompt of {ids.shape[1]} rows has no bulk between head={head} and tail={tail}")
+        with attach(model, maps, split=split, tail=tail, head=head) as attachment, torch.no_grad():
+            self._settings = attachment.settings
+            self._step = Step(
+                inputs={"input_ids": ids},
+                padding=None,
+                position_ids=None,
+                cache=DynamicCache(config=model.config),
+                cached_tokens=0,
+                fill_start=head,
+                fill_end=ids.shape[1] - tail,
+            )
+            self._bulk = run_bulk(self._settings, self._step)
+
+    def score(
+        self, maps: RidgeMaps, stock: torch.Tensor, *, fill_head: bool = False, choice: SelectionSettings | None = None
+    ) -> Score:
+        """The score of a fill from these maps, with the rows that ``choice`` selects exact.
+
+        ``fill_head`` is the control whose head rows are not exact.
+        """
+        resident = resident_maps(maps.at(self._settings.split), self._settings.layout)
+        settings = replace(self._settings, maps=resident, selects_rows=choice is not None)
+        step, bulk = replace(self._step, cache=copy.deepcopy(self._step.cache)), self._bulk
+        if fill_head:
+            step, bulk = replace(step, fill_start=0), replace(bulk, head_cache=None)
+        with torch.no_grad():
+            write_late_layers(settings, step, bulk)
+        rows_filled = step.fill_end - step.fill_start
+        selecting: AbstractContextManager[Selection | None] = nullcontext()
+        if choice is not None:
+            selecting = self._selecting(settings, choice, step, bulk)
+        with selecting as selection:
+            logits = prefill_logits(self._model, self._ids[:, step.fill_end :], self._tail, step.cache)
+        if selection is not None:
+            if selection.rows is None:
+                raise RidgeFillError("the tail passed no gate, so no row was selected and there is nothing to score")
+            rows_filled -= selection.rows.shape[1]
+        return score_tail(stock, logits, self._ids, rows_filled=rows_filled)
+
+    @contextmanager
+    def _selecting(
+        self, settings: FillSettings, choice: SelectionSettings, step: Step, bulk: Bulk
+    ) -> Iterator[Selection]:
+        """Let the tail that runs inside select rows."""
+        with ExitStack() as undo:
+            for handle in choice.hook(settings.layout):
+                undo.callback(handle.remove)
+            undo.callback(setattr, WAITING, "selection", None)
+            selection = await_tail(settings, choice, step, bulk)
+            if isinstance(selection, str):
+                raise RidgeFillError(f"no row is selected, so there is nothing to score: {selection}")
+            if choice.drop_unselected:
+                spans = {"head": step.fill_start, "tail": self._tail, "rows": self._ids.shape[1]}
+                hidden = late_layers_without_bulk(self._model, split=settings.split, selection=selection, **spans)
+                undo.enter_context(hidden)
+            yield selection
+
+    def choice(self, *, share: float, scorer: RowScorer | None = None, drop: bool = False) -> SelectionSettings:
+        """How to select rows of this prompt: by the tail's attention unless a scorer is given.
+
+        With ``drop``, the control that lacks the fill: late layers do not see unselected rows (arXiv 2502.01068).
+        """
+        layout, split = self._settings.layout, self._settings.split
+        gate = Gate(split, share, self._settings.maps, scorer or attention_scorer(layout, split))
+        return replace(selection_settings(layout, [gate]), drop_unselected=drop)
 
 
 # --- the whole table -----------------------------------------------------------------------------------------------
@@ -278,12 +385,15 @@ def evaluate(
 ) -> list[Result]:
     """Score every variant at every split on every window, all against the same one-shot stock prefill.
 
-    Variants: ``fill`` (the product), and controls: ``no bulk`` (late layers that see no bulk row), ``identity`` (the
-    stream handed on), ``head=0`` (no exact head rows), ``swapped`` (the maps of the first and the last mapped layer
-    exchanged). ``progress(done, total)`` counts windows. Cost: about one stock prefill for each scored variant.
+    Variants: ``fill`` (tier speed), ``quality`` (a tenth of the bulk exact, by the tail's attention), and controls:
+    ``random rows`` (as many, drawn at random), ``drop`` (quality's rows, the others hidden from the late layers instead
+    of filled), ``no bulk`` (late layers that see no bulk row), ``identity`` (the stream handed on), ``head=0`` (no
+    exact head rows), ``swapped`` (the maps of the first and the last mapped layer exchanged).
+    ``progress(done, total)`` counts windows. Cost of a window: one stock prefill, the layers below each split over the
+    bulk, and the tail for each scored variant.
 
     Raises:
-        RidgeFillError: an unknown variant; a split the maps lack; a fill that filled nothing.
+        RidgeFillError: an unknown variant; a split the maps lack; a window without bulk rows.
     """
     if unknown := set(variants) - set(VARIANTS):
         raise RidgeFillError(f"unknown variants {sorted(unknown)}; known: {VARIANTS}")
@@ -295,17 +405,19 @@ def evaluate(
     for done, window in enumerate(windows):
         if progress is not None:
             progress(done, len(windows))
-        ids = window.ids
-        stock = prefill_logits(model, ids, tail)
-        prefix = ExactPrefix(model, ids, tail) if "no bulk" in variants else None
+        exact = ExactPrefill(model, window.ids, tail)
         for split in splits:
+            bulk = BulkPrefill(model, maps, window.ids, split=split, tail=tail, head=head)
             for variant in variants:
-                if variant == "no bulk" and prefix is not None:
-                    score = prefix.score_without_bulk(stock, split=split, head=head)
+                if variant == "no bulk":
+                    score = exact.score_without_bulk(split=split, head=head)
+                elif variant in SELECTING_VARIANTS:
+                    scorer = RandomScorer() if variant == "random rows" else None
+                    choice = bulk.choice(share=SHARE, scorer=scorer, drop=variant == "drop")
+                    score = bulk.score(maps, exact.logits, choice=choice)
                 else:
                     used = {"identity": identity, "swapped": swapped.get(split, maps)}.get(variant, maps)
-                    exact_head = 0 if variant == "head=0" else head
-                    score = score_fill(model, used, ids, stock, split=split, tail=tail, head=exact_head)
+                    score = bulk.score(used, exact.logits, fill_head=variant == "head=0")
                 results.append(Result(window.kind, window.name, split, variant, score))
     if progress is not None:
         progress(len(windows), len(windows))

@@ -1,0 +1,329 @@
+"""Which bulk rows deserve to be exact: rankings from the tail's own queries, from names, or at random (design 2.6)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ridgefill.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ridgefill.layout import DecoderLayout
+    from ridgefill.prefill import Step
+    from ridgefill.synth import ResidentMap
+
+# Full-attention layers up to a gate whose queries are read: the nearest say most about those above (design 2.6).
+EXACT_LAYERS = 4
+# Attention scores held at once, in bytes of float32; about three times as much is live for a moment.
+_SCORE_BYTES = 32 << 20
+# The attention implementation under which a copied layer hands over its queries instead of attending.
+_QUERIES_ONLY = "ridgefill_queries"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Scores of the bulk's rows, ``[batch, bulk]``: higher is chosen first, -inf never by this ranking.
+
+    ``part`` is the share of the budget that it spends.
+    """
+
+    scores: torch.Tensor
+    part: float = 1.0
+
+    def among(self, rows: torch.Tensor) -> Ranking:
+        """The same of some rows only, by their positions in the bulk ``[batch, count]``."""
+        return replace(self, scores=self.scores.gather(1, rows))
+
+
+RowScorer = Callable[["TailView"], Sequence[Ranking]]
+
+
+def choose_rows(rankings: Sequence[Ranking], count: int) -> torch.Tensor:
+    """The ``count`` best rows, ascending: ``[batch, count]`` int64, as positions in the bulk.
+
+    Rankings spend their parts of the budget in turn, each on rows that none before it took; the last spends what is
+    left, and takes any row when it has ranked too few.
+    """
+    import torch
+
+    taken = torch.zeros_like(rankings[0].scores, dtype=torch.bool)
+    for sequence, chosen in enumerate(taken):
+        left = count
+        for number, ranking in enumerate(rankings, start=1):
+            scores = ranking.scores[sequence].masked_fill(chosen, -torch.inf)
+            part = min(math.ceil(ranking.part * count), left, int((scores > -torch.inf).sum()))
+            if number == len(rankings):
+                part = left
+                scores = ranking.scores[sequence].clamp_min(torch.finfo(scores.dtype).min)
+                scores = scores.masked_fill(chosen, -torch.inf)
+            chosen[scores.topk(part).indices] = True
+            left -= part
+    return taken.nonzero()[:, 1].view(len(taken), count)
+
+
+# --- scorers -------------------------------------------------------------------------------------------------------
+
+
+class TailView:
+    """What a scorer may look at when the tail reaches a gate: its queries, the bulk's keys, and the maps.
+
+    Attributes:
+        batch: sequences.
+        first_bulk_row: the absolute position of the bulk's first row.
+        bulk_rows: rows that are scored.
+        exact_layers: the nearest full-attention layers up to the gate, whose queries and keys are exact; lowest first.
+        predicted_layers: full-attention layers above it, whose queries and keys the maps predict.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        stream: torch.Tensor,
+        seen: Mapping[int, tuple[torch.Tensor, dict[str, Any]]],
+        readers: Mapping[int, QueryReader],
+        maps: Mapping[int, ResidentMap],
+    ) -> None:
+        self._step, self._stream, self._seen, self._readers, self._maps = step, stream, seen, readers, maps
+        self.batch: int = stream.shape[0]
+        self.first_bulk_row = step.fill_start
+        self.bulk_rows = step.fill_end - step.fill_start
+        self.device = stream.device
+        self.exact_layers = sorted(seen)[-EXACT_LAYERS:]
+        self.predicted_layers = sorted(set(maps) & set(readers) - set(seen))
+
+    def log_attention(self, layer_idx: int, *, last_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log of the largest probability that any head and query gives each bulk row: ``[batch, bulk]``, twice.
+
+        First over all tail queries, then over the last ``last_queries`` of them.
+        """
+        if layer_idx in self._seen:
+            block_input, layer_kwargs = self._seen[layer_idx]
+        else:
+            block_input = self._maps[layer_idx].predict(self._stream)
+            # Full-attention layers share one rotary table, so the nearest one's below the gate serves those above.
+            layer_kwargs = self._seen[max(self._seen)][1]
+        cached = self._step.cache.layers[layer_idx]
+        fill_end = self._step.fill_end
+        before = (cached.keys[..., :fill_end, :], cached.values[..., :fill_end, :])
+        queries = self._readers[layer_idx].read(block_input, layer_kwargs, before)
+        return largest_log_attention(queries, self._step.fill_start, fill_end, self._step.padding, last_queries)
+
+
+@dataclass(frozen=True)
+class AttentionScorer:
+    """Ranks rows by the largest attention probability that any head and any tail query gives them.
+
+    Part of the budget goes to the last queries alone: a maximum over hundreds of tail queries crowds out the row that
+    only the question asks for. Scores are maxima over neighbouring rows, because a fact is a run of rows.
+
+    Attributes:
+        predicted: look at the late layers too, with predicted queries and keys.
+        last_queries: the tail's last rows that have a budget of their own.
+        last_part: that budget, as a part of the whole.
+        pool_rows: neighbours that share a maximum, an odd number.
+    """
+
+    predicted: bool = False
+    last_queries: int = 32
+    last_part: float = 0.5
+    pool_rows: int = 15
+
+    def __call__(self, tail: TailView) -> Sequence[Ranking]:
+        """Two rankings: by the last queries, then by all of them."""
+        import torch
+
+        layers = tail.exact_layers + (tail.predicted_layers if self.predicted else [])
+        found = [tail.log_attention(layer_idx, last_queries=self.last_queries) for layer_idx in layers]
+        everywhere, at_the_end = (torch.stack(scores).amax(0) for scores in zip(*found, strict=True))
+        return (
+            Ranking(pooled(at_the_end, self.pool_rows), self.last_part),
+            Ranking(pooled(everywhere, self.pool_rows), 1 - self.last_part),
+        )
+
+
+@dataclass(frozen=True)
+class RandomScorer:
+    """The control: rows drawn at random, the same ones for the same seed."""
+
+    seed: int = 0
+
+    def __call__(self, tail: TailView) -> Sequence[Ranking]:
+        """One ranking without meaning."""
+        import torch
+
+        generator = torch.Generator().manual_seed(self.seed)
+        return (Ranking(torch.rand(tail.batch, tail.bulk_rows, generator=generator).to(tail.device)),)
+
+
+@dataclass(frozen=True)
+class SpanScorer:
+    """Ranks the rows that the caller names and no other: a system prompt, function signatures.
+
+    Attributes:
+        spans: absolute positions ``[from, to)`` in the sequence, pads counted.
+    """
+
+    spans: Sequence[tuple[int, int]]
+
+    def __call__(self, tail: TailView) -> Sequence[Ranking]:
+        """One ranking of equals."""
+        import torch
+
+        scores = torch.full((tail.batch, tail.bulk_rows), -torch.inf, device=tail.device)
+        for start, end in self.spans:
+            scores[:, max(0, start - tail.first_bulk_row) : max(0, end - tail.first_bulk_row)] = 0.0
+        return (Ranking(scores),)
+
+
+@dataclass(frozen=True)
+class EveryScorer:
+    """Ranks every ``stride``-th row of the sequence and no other."""
+
+    stride: int
+
+    def __call__(self, tail: TailView) -> Sequence[Ranking]:
+        """One ranking of equals."""
+        import torch
+
+        positions = torch.arange(tail.bulk_rows, device=tail.device) + tail.first_bulk_row
+        scores = torch.zeros(tail.batch, tail.bulk_rows, device=tail.device)
+        return (Ranking(scores.masked_fill(positions % self.stride != 0, -torch.inf)),)
+
+
+@dataclass(frozen=True)
+class UnionScorer:
+    """Several scorers within one budget, each with its part of it; they choose in their order."""
+
+    scorers: Sequence[tuple[RowScorer, float]]
+
+    def __call__(self, tail: TailView) -> Sequence[Ranking]:
+        """All their rankings."""
+        return [replace(r, part=part * r.part) for scorer, part in self.scorers for r in scorer(tail)]
+
+
+def pooled(scores: torch.Tensor, rows: int) -> torch.Tensor:
+    """Each row's largest score within ``rows`` neighbours, itself in the middle: ``[batch, bulk]``."""
+    from torch.nn.functional import max_pool1d
+
+    return max_pool1d(scores.unsqueeze(1), rows, stride=1, padding=rows // 2).squeeze(1)
+
+
+# --- the tail's queries --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What a layer would attend with: query ``[batch, heads, tail, d]``, key ``[batch, kv_heads, columns, d]``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    scaling: float
+
+
+def largest_log_attention(
+    queries: Queries, fill_start: int, fill_end: int, padding: torch.Tensor | None, last_queries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per bulk row, the log of the largest probability over heads and queries: all queries, and the last ones only.
+
+    ``p_ij = exp(s q_i k_j) / sum_{m <= i} exp(s q_i k_m)``. Logit caps and sinks are left out: they change a query's
+    scale, hardly the order of its rows. Computed for a few queries at a time; never heads x tail x prompt at once.
+    """
+    import torch
+
+    batch, heads, tail, _ = queries.query.shape
+    kv_heads, columns = queries.key.shape[1:3]
+    group = heads // kv_heads
+    grouped = (queries.query * queries.scaling).unflatten(1, (kv_heads, group))  # [batch, kv, group, tail, d]
+    keys = queries.key.transpose(-1, -2)  # [batch, kv, d, columns]
+    later = torch.ones(tail, columns - fill_end, dtype=torch.bool, device=keys.device).triu(1)  # a tail row's future
+    pads = None if padding is None else ~padding[:, None, None, None, :columns].bool()
+    step = max(1, _SCORE_BYTES // (4 * batch * heads * columns))
+    first_last = tail - min(last_queries, tail)
+    best = []
+    for first, end in ((0, first_last), (first_last, tail)):
+        found = torch.full((batch, fill_end - fill_start), -torch.inf, device=keys.device)
+        for start in range(first, end, step):
+            rows = slice(start, min(start + step, end))
+            logits = (grouped[..., rows, :].flatten(2, 3) @ keys).float()  # [batch, kv, group * rows, columns]
+            logits = logits.unflatten(2, (group, -1))
+            logits[..., fill_end:].masked_fill_(later[rows], -torch.inf)
+            if pads is not None:
+                logits.masked_fill_(pads, -torch.inf)
+            log_p = logits[..., fill_start:fill_end] - logits.logsumexp(-1, keepdim=True)
+            found = torch.maximum(found, log_p.amax((1, 2, 3)))
+        best.append(found)
+    return torch.maximum(*best), best[1]
+
+
+class _QueriesTaken(Exception):
+    """Carries queries and keys out of a layer's forward."""
+
+    def __init__(self, queries: Queries) -> None:
+        super().__init__("the queries were taken")
+        self.queries = queries
+
+
+def _take_queries(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, *_: Any, scaling: float | None = None, **__: Any
+) -> Any:
+    raise _QueriesTaken(Queries(query, key, query.shape[-1] ** -0.5 if scaling is None else float(scaling)))
+
+
+class _JoinedCache:
+    """Returns cached rows and new ones together, and keeps neither."""
+
+    def __init__(self, before: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._before = before
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+        import torch
+
+        before_keys, before_values = self._before
+        return torch.cat([before_keys, keys], dim=-2), torch.cat([before_values, values], dim=-2)
+
+
+class QueryReader:
+    """Reads a decoder layer's queries and keys with the layer's own norms, projections and rotary embedding.
+
+    The layer and its attention are copied without their weights; the copy's attention implementation is one that
+    hands over what it receives. The model itself is not touched, so other threads may run it.
+    """
+
+    def __init__(self, layout: DecoderLayout, layer_idx: int) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_QUERIES_ONLY, _take_queries)
+        layer = layout.layers[layer_idx]
+        names = [name for name, child in layer.named_children() if hasattr(child, "layer_idx")]
+        if len(names) != 1 or not hasattr(layer.get_submodule(names[0]), "config"):
+            raise UnsupportedModelError(
+                f"layer {layer_idx}: cannot find the attention of a {type(layer).__name__} to read its queries"
+            )
+        attention: Any = copy.copy(layer.get_submodule(names[0]))
+        attention.config = copy.copy(attention.config)
+        attention.config._attn_implementation = _QUERIES_ONLY
+        self._layer: Any = copy.copy(layer)
+        self._layer._modules = {**layer._modules, names[0]: attention}
+        self._cache_argument = layout.cache_argument
+        self._name = f"{type(layer).__name__} {layer_idx}"
+
+    def read(
+        self, block_input: torch.Tensor, layer_kwargs: dict[str, Any], before: tuple[torch.Tensor, torch.Tensor]
+    ) -> Queries:
+        """The queries of ``block_input`` ``[batch, tail, d]`` and the keys they may see, ``before`` included.
+
+        Raises:
+            UnsupportedModelError: the layer never called its attention function.
+        """
+        kwargs = {**layer_kwargs, "attention_mask": None, self._cache_argument: _JoinedCache(before)}
+        try:
+            self._layer.forward(block_input, **kwargs)
+        except _QueriesTaken as taken:
+            return taken.queries
+        raise UnsupportedModelError(f"{self._name} does not attend through transformers' attention functions")
