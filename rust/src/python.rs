@@ -261,7 +261,7 @@ fn decide(
         fill_end: decision.fill_end,
         step_end: decision.step_end,
         rows_filled: decision.rows_filled(),
-        reason: decision.reason,
+        reason: decision.reason.to_string(),
     })
 }
 
