@@ -7,6 +7,7 @@
 //! | [`mapfile`] | open once, fstat, read or map |
 //! | [`writer`] | the atomic write |
 //! | [`schema`] | map-file version 1, and the fingerprint: refuse or warn |
+//! | [`family`] | what a model's layers are, read from its config.json (pure) |
 //! | [`rule`] | the decision rule: which rows of a step are filled (pure) |
 //! | [`cost`] | floating-point operations of an exact and of a filled prefill (pure) |
 //! | `python` | the extension module; the only file that names pyo3 (feature `python`) |
@@ -18,6 +19,7 @@
 
 pub mod cost;
 pub mod error;
+pub mod family;
 pub mod header;
 pub mod mapfile;
 pub mod rule;
