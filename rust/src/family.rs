@@ -7,6 +7,14 @@
 //! Counts are f64, which are exact below 2^53; a model with more parameters than that is refused. "Weights" are those
 //! that one row is multiplied with: two operations each. Norm gains, biases and tables are parameters and not weights.
 
+mod attention;
+mod config;
+mod counts;
+mod families;
+mod gemma4;
+mod hybrid;
+mod qwen4_exp;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Fault, Result};
@@ -272,412 +280,189 @@ pub struct CacheTensor {
     pub shape: Vec<u64>,
 }
 
-impl CacheTensor {
-    /// Returns the number of its elements.
-    pub fn elements(&self) -> f64 {
-        self.shape.iter().map(|&size| size as f64).product()
-    }
-}
-
 impl Model {
+    /// Returns the decoder that the text of a Hugging Face `config.json` describes; of a multimodal wrapper its text
+    /// part. Fields that the config omits take the defaults of its configuration class in transformers.
+    pub fn from_config(text: &str) -> Result<Self> {
+        let model = families::read(text)?;
+        model.check()?;
+        Ok(model)
+    }
+
+    /// Returns the model types that [`Model::from_config`] reads.
+    pub fn known_types() -> Vec<&'static str> {
+        families::known()
+    }
+
     /// Returns the model that a description in JSON gives: these types, each layer optionally with a `count`.
     pub fn from_description(json: &str) -> Result<Self> {
-        let model: Self = serde_json::from_str(json).map_err(|error| refuse(format!("layers: {error}")))?;
+        let model: Self = serde_json::from_str(json).map_err(|error| {
+            refuse("the description".to_owned(), format!("not one ({error})"), "what docs/layers.md says".to_owned())
+        })?;
         model.check()?;
         Ok(model)
     }
 
     /// Returns the description of this model as JSON, one entry for each run of equal layers.
     pub fn to_json(&self) -> Result<String> {
-        serde_json::to_string(self).map_err(|error| refuse(format!("layers: {error}")))
-    }
-
-    /// Returns the width of what flows between layers.
-    pub fn stream_width(&self) -> u64 {
-        self.hidden_size * self.residual_streams
-    }
-
-    /// Returns the number of parameters, tied ones once.
-    pub fn parameters(&self) -> u64 {
-        self.count_parameters() as u64
-    }
-
-    /// Returns the weights that one row meets below the output layer: all matrices of the layers, active experts only.
-    pub fn weights(&self) -> f64 {
-        let layers: f64 = self.layers.iter().map(|layer| layer.weights(self.hidden_size)).sum();
-        self.extra_weights as f64 + layers
-    }
-
-    /// Returns the weights of the output layer, which meets only rows whose logits are wanted.
-    pub fn output_weights(&self) -> f64 {
-        self.hidden_size as f64 * self.vocab_size as f64
-    }
-
-    fn count_parameters(&self) -> f64 {
-        let tables = if self.tied_embeddings { 1.0 } else { 2.0 };
-        let layers: f64 = self.layers.iter().map(|layer| layer.parameters(self.hidden_size)).sum();
-        tables * self.output_weights() + self.extra_weights as f64 + self.extra_parameters as f64 + layers
+        serde_json::to_string(self)
+            .map_err(|error| refuse("the model".to_owned(), error.to_string(), "one that JSON can hold".to_owned()))
     }
 
     /// Refuses what no model is: empty, absurdly large, or with parts that do not fit each other.
     fn check(&self) -> Result<()> {
+        let place = |name: &'static str| name.to_owned();
+        within(self.hidden_size, 1, place, "hidden_size")?;
+        within(self.residual_streams, 1, place, "residual_streams")?;
+        within(self.vocab_size, 1, place, "vocab_size")?;
+        if self.layers.is_empty() || self.layers.len() > MAX_LAYERS {
+            let found = self.layers.len().to_string();
+            return Err(refuse("the number of layers", found, format!("1 to {MAX_LAYERS}")));
+        }
+        for (index, layer) in self.layers.iter().enumerate() {
+            layer.check(index, &self.layers)?;
+        }
+        let parameters = self.count_parameters();
+        if parameters > MAX_PARAMETERS {
+            return Err(refuse("the number of parameters", format!("{parameters:.3e}"), "at most 2^53".to_owned()));
+        }
         Ok(())
     }
 }
 
 impl Layer {
-    /// Returns the layer's parameters, all experts included.
-    pub fn parameters(&self, hidden_size: u64) -> f64 {
-        self.extra_weights as f64
-            + self.extra_parameters as f64
-            + self.mixer.parameters(hidden_size)
-            + self.mlp.parameters(hidden_size)
-    }
-
-    /// Returns the weights that one row meets in this layer, active experts only.
-    pub fn weights(&self, hidden_size: u64) -> f64 {
-        self.extra_weights as f64 + self.mixer.weights(hidden_size) + self.mlp.weights(hidden_size)
-    }
-
-    /// Returns the operations of one row, without attention's (query, key) pairs: weights and recurrent states.
-    pub fn flops_per_row(&self, hidden_size: u64) -> f64 {
-        2.0 * self.weights(hidden_size) + self.mixer.scan_flops()
-    }
-
-    /// Returns what the cache of one sequence holds for this layer after `rows` rows (transformers' `DynamicCache`).
-    pub fn cache(&self, hidden_size: u64, rows: u64) -> Vec<CacheTensor> {
-        let mut tensors = self.mixer.cache(hidden_size, rows);
-        tensors.extend(self.extra_states.iter().map(|shape| CacheTensor { name: "extra", shape: shape.clone() }));
-        tensors
-    }
-
-    /// Returns the bytes of that cache.
-    pub fn cache_bytes(&self, hidden_size: u64, rows: u64, element_bytes: u64) -> f64 {
-        let elements: f64 = self.cache(hidden_size, rows).iter().map(CacheTensor::elements).sum();
-        elements * element_bytes as f64
-    }
-}
-
-impl Mixer {
-    /// Returns the attention inside, of MLA none.
-    pub fn attention(&self) -> Option<&Attention> {
-        match self {
-            Self::Attention(attention) | Self::Parallel(Parallel { attention, .. }) => Some(attention),
-            _ => None,
-        }
-    }
-
-    /// Returns the keys a row sees, itself included; None for all of them, or where there are no keys.
-    pub fn window(&self) -> Option<u64> {
-        self.attention().and_then(|attention| attention.window)
-    }
-
-    /// Returns the layer whose cache this one reads, if it writes none of its own.
-    pub fn shared_from(&self) -> Option<usize> {
-        self.attention().and_then(|attention| attention.shared_from)
-    }
-
-    /// Returns whether a state is carried from row to row, so that every row must be scanned.
-    pub fn is_recurrent(&self) -> bool {
-        !matches!(self, Self::Attention(_) | Self::Mla(_))
-    }
-
-    /// Returns the parameters.
-    pub fn parameters(&self, hidden_size: u64) -> f64 {
-        let extra = match self {
-            Self::Attention(mixer) => mixer.extra_parameters,
-            Self::Mla(mixer) => mixer.extra_parameters,
-            Self::GatedDelta(mixer) => mixer.extra_parameters,
-            Self::Mamba2(mixer) => mixer.extra_parameters,
-            Self::ShortConv(mixer) => mixer.extra_parameters,
-            Self::Parallel(mixer) => mixer.attention.extra_parameters.saturating_add(mixer.mamba.extra_parameters),
-        };
-        self.weights(hidden_size) + extra as f64
-    }
-
-    /// Returns the weights that one row meets.
-    pub fn weights(&self, hidden_size: u64) -> f64 {
-        let d = hidden_size as f64;
-        match self {
-            Self::Attention(mixer) => mixer.weights(d),
-            Self::Mla(mixer) => mixer.weights(d),
-            Self::GatedDelta(mixer) => mixer.weights(d),
-            Self::Mamba2(mixer) => mixer.weights(d),
-            Self::ShortConv(mixer) => mixer.weights(d),
-            Self::Parallel(mixer) => mixer.attention.weights(d) + mixer.mamba.weights(d),
-        }
-    }
-
-    /// Returns the part of [`Mixer::weights`] that a row must meet to leave its mark in the cache: what a fill pays
-    /// after predicting the mixer's input. Queries, output gates and output projections are not in it.
-    pub fn cache_weights(&self, hidden_size: u64) -> f64 {
-        let d = hidden_size as f64;
-        match self {
-            Self::Attention(mixer) => mixer.cache_weights(d),
-            Self::Mla(mixer) => d * mixer.cache_width(),
-            Self::GatedDelta(mixer) => mixer.cache_weights(d),
-            Self::Mamba2(mixer) => mixer.cache_weights(d),
-            Self::ShortConv(mixer) => mixer.cache_weights(d),
-            Self::Parallel(mixer) => mixer.attention.cache_weights(d) + mixer.mamba.cache_weights(d),
-        }
-    }
-
-    /// Returns the width of what a fused map must predict for one row: what the cache's projections put out.
-    pub fn cache_width(&self, hidden_size: u64) -> f64 {
-        // cache_weights is that width times the input's; depthwise convolutions come after it.
-        match self {
-            Self::Attention(mixer) => mixer.cache_width(),
-            Self::Mla(mixer) => mixer.cache_width(),
-            Self::GatedDelta(mixer) => mixer.cache_width(),
-            Self::Mamba2(mixer) => mixer.cache_width(),
-            Self::ShortConv(_) => 2.0 * hidden_size as f64,
-            Self::Parallel(mixer) => mixer.attention.cache_width() + mixer.mamba.cache_width(),
-        }
-    }
-
-    /// Returns the operations of one visible (query, key) pair, all heads: scores and the weighted sum.
-    pub fn pair_flops(&self) -> f64 {
-        match self {
-            Self::Attention(attention) | Self::Parallel(Parallel { attention, .. }) => {
-                let width = attention.head_dim as f64 + attention.v_head_dim() as f64;
-                2.0 * attention.num_attention_heads as f64 * width
+    fn check(&self, index: usize, layers: &[Self]) -> Result<()> {
+        let place = |name: &'static str| format!("layers[{index}].{name}");
+        match &self.mixer {
+            Mixer::Attention(attention) => attention.check(index, layers)?,
+            Mixer::Parallel(Parallel { attention, mamba }) => {
+                attention.check(index, layers)?;
+                mamba.check(index)?;
             }
-            Self::Mla(mixer) => {
-                let key = mixer.qk_nope_head_dim as f64 + mixer.qk_rope_head_dim as f64;
-                2.0 * mixer.num_attention_heads as f64 * (key + mixer.v_head_dim as f64)
+            Mixer::Mla(mixer) => {
+                let fields = [
+                    (mixer.num_attention_heads, "mixer.num_attention_heads"),
+                    (mixer.q_lora_rank.unwrap_or(1), "mixer.q_lora_rank"),
+                    (mixer.kv_lora_rank, "mixer.kv_lora_rank"),
+                    (mixer.qk_nope_head_dim, "mixer.qk_nope_head_dim"),
+                    (mixer.qk_rope_head_dim, "mixer.qk_rope_head_dim"),
+                    (mixer.v_head_dim, "mixer.v_head_dim"),
+                ];
+                fields.into_iter().try_for_each(|(value, name)| within(value, 1, place, name))?;
             }
-            Self::GatedDelta(_) | Self::Mamba2(_) | Self::ShortConv(_) => 0.0,
+            Mixer::GatedDelta(mixer) => {
+                let fields = [
+                    (mixer.num_k_heads, "mixer.num_k_heads"),
+                    (mixer.num_v_heads, "mixer.num_v_heads"),
+                    (mixer.k_head_dim, "mixer.k_head_dim"),
+                    (mixer.v_head_dim, "mixer.v_head_dim"),
+                    (mixer.conv_kernel, "mixer.conv_kernel"),
+                ];
+                fields.into_iter().try_for_each(|(value, name)| within(value, 1, place, name))?;
+                multiple(mixer.num_v_heads, mixer.num_k_heads, place, "mixer.num_v_heads", "mixer.num_k_heads")?;
+            }
+            Mixer::Mamba2(mixer) => mixer.check(index)?,
+            Mixer::ShortConv(mixer) => within(mixer.conv_kernel, 1, place, "mixer.conv_kernel")?,
         }
-    }
-
-    /// Returns the operations of one row in recurrent states, in the plain recurrence: decay, update and read.
-    pub fn scan_flops(&self) -> f64 {
-        match self {
-            Self::GatedDelta(mixer) => mixer.scan_flops(),
-            Self::Mamba2(mamba) | Self::Parallel(Parallel { mamba, .. }) => mamba.scan_flops(),
-            Self::Attention(_) | Self::Mla(_) | Self::ShortConv(_) => 0.0,
+        match &self.mlp {
+            Mlp::Dense(mlp) => within(mlp.intermediate_size, 1, place, "mlp.intermediate_size")?,
+            Mlp::Moe(mlp) => {
+                within(mlp.num_experts, 1, place, "mlp.num_experts")?;
+                within(mlp.num_experts_per_tok, 1, place, "mlp.num_experts_per_tok")?;
+                within(mlp.moe_intermediate_size, 1, place, "mlp.moe_intermediate_size")?;
+                within(mlp.shared_intermediate_size, 0, place, "mlp.shared_intermediate_size")?;
+                if mlp.num_experts_per_tok > mlp.num_experts {
+                    let expected = format!("at most the {} experts there are", mlp.num_experts);
+                    return Err(refuse(
+                        place("mlp.num_experts_per_tok"),
+                        mlp.num_experts_per_tok.to_string(),
+                        expected,
+                    ));
+                }
+            }
         }
-    }
-
-    fn cache(&self, hidden_size: u64, rows: u64) -> Vec<CacheTensor> {
-        match self {
-            Self::Attention(mixer) => mixer.cache(rows),
-            Self::Mla(mixer) => vec![
-                CacheTensor { name: "keys", shape: vec![1, rows, mixer.kv_lora_rank] },
-                CacheTensor { name: "values", shape: vec![1, rows, mixer.qk_rope_head_dim] },
-            ],
-            Self::GatedDelta(mixer) => vec![
-                CacheTensor { name: "conv", shape: vec![mixer.conv_channels(), mixer.conv_kernel] },
-                CacheTensor { name: "recurrent", shape: vec![mixer.num_v_heads, mixer.k_head_dim, mixer.v_head_dim] },
-            ],
-            Self::Mamba2(mixer) => mixer.cache(),
-            Self::ShortConv(mixer) => vec![CacheTensor { name: "conv", shape: vec![hidden_size, mixer.conv_kernel] }],
-            Self::Parallel(mixer) => [mixer.attention.cache(rows), mixer.mamba.cache()].concat(),
+        for shape in &self.extra_states {
+            if shape.is_empty() || shape.len() > 3 || shape.iter().any(|size| !(1..=1 << 32).contains(size)) {
+                let expected = "shapes of 1 to 3 sizes, each 1 to 2^32".to_owned();
+                return Err(refuse(place("extra_states"), format!("{shape:?}"), expected));
+            }
         }
+        Ok(())
     }
 }
 
 impl Attention {
-    /// Returns the width of a value head.
-    pub fn v_head_dim(&self) -> u64 {
-        self.v_head_dim.unwrap_or(self.head_dim)
-    }
-
-    /// Returns the width of all queries of a row.
-    pub fn q_width(&self) -> f64 {
-        self.num_attention_heads as f64 * self.head_dim as f64
-    }
-
-    /// Returns the width of all keys of a row.
-    pub fn k_width(&self) -> f64 {
-        self.num_key_value_heads as f64 * self.head_dim as f64
-    }
-
-    /// Returns the width of all values of a row.
-    pub fn v_width(&self) -> f64 {
-        self.num_key_value_heads as f64 * self.v_head_dim() as f64
-    }
-
-    fn weights(&self, d: f64) -> f64 {
-        let gates = if self.output_gate { 2.0 } else { 1.0 };
-        let output = self.num_attention_heads as f64 * self.v_head_dim() as f64;
-        let index_queries = self.indexer.as_ref().map_or(0.0, |i| i.num_heads as f64 * i.head_dim as f64);
-        d * (gates * self.q_width() + output + index_queries) + self.cache_weights(d)
-    }
-
-    fn cache_weights(&self, d: f64) -> f64 {
-        d * self.cache_width()
-    }
-
-    fn cache_width(&self) -> f64 {
-        if self.shared_from.is_some() {
-            return 0.0;
+    fn check(&self, index: usize, layers: &[Layer]) -> Result<()> {
+        let place = |name: &'static str| format!("layers[{index}].mixer.{name}");
+        within(self.num_attention_heads, 1, place, "num_attention_heads")?;
+        within(self.num_key_value_heads, 1, place, "num_key_value_heads")?;
+        within(self.head_dim, 1, place, "head_dim")?;
+        within(self.v_head_dim(), 1, place, "v_head_dim")?;
+        multiple(
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            place,
+            "num_attention_heads",
+            "num_key_value_heads",
+        )?;
+        if self.window == Some(0) {
+            return Err(refuse(
+                place("window"),
+                "0".to_owned(),
+                "1 or more rows, or null for full attention".to_owned(),
+            ));
         }
-        let values = if self.values_are_keys { 0.0 } else { self.v_width() };
-        self.k_width() + values + self.indexer.as_ref().map_or(0.0, |i| i.head_dim as f64)
-    }
-
-    fn cache(&self, rows: u64) -> Vec<CacheTensor> {
-        if self.shared_from.is_some() {
-            return Vec::new();
+        if let Some(indexer) = &self.indexer {
+            within(indexer.num_heads, 1, place, "indexer.num_heads")?;
+            within(indexer.head_dim, 1, place, "indexer.head_dim")?;
+            within(indexer.budget, 1, place, "indexer.budget")?;
+            within(indexer.compress_ratio, 1, place, "indexer.compress_ratio")?;
         }
-        // DynamicSlidingWindowLayer.update keeps the last window - 1 rows: the next row brings the last one it sees.
-        let rows = self.window.map_or(rows, |window| rows.min(window.saturating_sub(1).max(1)));
-        let heads = self.num_key_value_heads;
-        let mut tensors = vec![
-            CacheTensor { name: "keys", shape: vec![heads, rows, self.head_dim] },
-            CacheTensor { name: "values", shape: vec![heads, rows, self.v_head_dim()] },
-        ];
-        tensors
-            .extend(self.indexer.iter().map(|i| CacheTensor { name: "indexer_keys", shape: vec![rows, i.head_dim] }));
-        tensors
-    }
-}
-
-impl Mla {
-    fn cache_width(&self) -> f64 {
-        self.kv_lora_rank as f64 + self.qk_rope_head_dim as f64
-    }
-
-    /// Returns the weights that expand a cached latent to the keys and values of all heads.
-    pub fn expand_weights(&self) -> f64 {
-        let width = self.qk_nope_head_dim as f64 + self.v_head_dim as f64;
-        self.kv_lora_rank as f64 * self.num_attention_heads as f64 * width
-    }
-
-    fn weights(&self, d: f64) -> f64 {
-        let heads = self.num_attention_heads as f64;
-        let queries = heads * (self.qk_nope_head_dim as f64 + self.qk_rope_head_dim as f64);
-        let query_weights = self.q_lora_rank.map_or(d * queries, |rank| rank as f64 * (d + queries));
-        let output = heads * self.v_head_dim as f64 * d;
-        query_weights + d * self.cache_width() + self.expand_weights() + output
-    }
-}
-
-impl GatedDelta {
-    fn k_width(&self) -> f64 {
-        self.num_k_heads as f64 * self.k_head_dim as f64
-    }
-
-    fn v_width(&self) -> f64 {
-        self.num_v_heads as f64 * self.v_head_dim as f64
-    }
-
-    fn conv_channels(&self) -> u64 {
-        2 * self.num_k_heads * self.k_head_dim + self.num_v_heads * self.v_head_dim
-    }
-
-    fn conv_weights(&self) -> f64 {
-        (2.0 * self.k_width() + self.v_width()) * self.conv_kernel as f64
-    }
-
-    fn weights(&self, d: f64) -> f64 {
-        // q, k, v and the output gate z; beta and decay for each value head; the convolution; the output projection.
-        d * (2.0 * self.k_width() + 2.0 * self.v_width() + 2.0 * self.num_v_heads as f64)
-            + self.conv_weights()
-            + self.v_width() * d
-    }
-
-    fn cache_width(&self) -> f64 {
-        // Keys, values, beta and decay move the state. (The convolution's state also keeps the last queries.)
-        self.k_width() + self.v_width() + 2.0 * self.num_v_heads as f64
-    }
-
-    fn cache_weights(&self, d: f64) -> f64 {
-        d * self.cache_width() + (self.k_width() + self.v_width()) * self.conv_kernel as f64
-    }
-
-    fn scan_flops(&self) -> f64 {
-        // For each value head and element of its state: decay 1, k^T S 2, the rank-one update 2, q^T S 2.
-        7.0 * self.num_v_heads as f64 * self.k_head_dim as f64 * self.v_head_dim as f64
+        let Some(source) = self.shared_from else { return Ok(()) };
+        let fits = layers[..index].get(source).and_then(|layer| layer.mixer.attention()).is_some_and(|shared| {
+            let widths = |it: &Self| (it.num_key_value_heads, it.head_dim, it.v_head_dim(), it.window);
+            shared.shared_from.is_none() && widths(shared) == widths(self)
+        });
+        if fits {
+            return Ok(());
+        }
+        let expected = "a layer below with a cache of its own, and the same key and value heads, widths and window";
+        Err(refuse(place("shared_from"), source.to_string(), expected.to_owned()))
     }
 }
 
 impl Mamba2 {
-    fn inner_width(&self) -> f64 {
-        self.num_heads as f64 * self.head_dim as f64
-    }
-
-    fn bc_width(&self) -> f64 {
-        2.0 * self.num_groups as f64 * self.state_size as f64
-    }
-
-    fn conv_weights(&self) -> f64 {
-        (self.inner_width() + self.bc_width()) * self.conv_kernel as f64
-    }
-
-    fn weights(&self, d: f64) -> f64 {
-        // x and the gate z, B and C, dt for each head; the convolution; the output projection.
-        let projected = 2.0 * self.inner_width() + self.bc_width() + self.num_heads as f64;
-        d * projected + self.conv_weights() + self.inner_width() * d
-    }
-
-    fn cache_width(&self) -> f64 {
-        // x, B and dt move the state; C reads it, but the convolution's state keeps its last rows.
-        self.inner_width() + self.bc_width() + self.num_heads as f64
-    }
-
-    fn cache_weights(&self, d: f64) -> f64 {
-        d * self.cache_width() + self.conv_weights()
-    }
-
-    fn scan_flops(&self) -> f64 {
-        // For each element of the state: decay 1, the update 2, C's read 2.
-        5.0 * self.inner_width() * self.state_size as f64
-    }
-
-    fn cache(&self) -> Vec<CacheTensor> {
-        let channels = self.num_heads * self.head_dim + 2 * self.num_groups * self.state_size;
-        vec![
-            CacheTensor { name: "conv", shape: vec![channels, self.conv_kernel] },
-            CacheTensor { name: "recurrent", shape: vec![self.num_heads, self.head_dim, self.state_size] },
-        ]
+    fn check(&self, index: usize) -> Result<()> {
+        let place = |name: &'static str| format!("layers[{index}].mixer.{name}");
+        within(self.num_heads, 1, place, "num_heads")?;
+        within(self.head_dim, 1, place, "head_dim")?;
+        within(self.num_groups, 1, place, "num_groups")?;
+        within(self.state_size, 1, place, "state_size")?;
+        within(self.conv_kernel, 1, place, "conv_kernel")?;
+        multiple(self.num_heads, self.num_groups, place, "num_heads", "num_groups")
     }
 }
 
-impl ShortConv {
-    fn weights(&self, d: f64) -> f64 {
-        // B, C and x; the convolution; the output projection.
-        3.0 * d * d + d * self.conv_kernel as f64 + d * d
+/// Refuses a value outside `least..=MAX_DIMENSION`.
+fn within(value: u64, least: u64, place: impl Fn(&'static str) -> String, name: &'static str) -> Result<()> {
+    if (least..=MAX_DIMENSION).contains(&value) {
+        return Ok(());
     }
-
-    fn cache_weights(&self, d: f64) -> f64 {
-        2.0 * d * d // B and x: the state keeps their product, before the convolution
-    }
+    Err(refuse(place(name), value.to_string(), format!("{least} to {MAX_DIMENSION}")))
 }
 
-impl Mlp {
-    /// Returns the parameters, all experts included.
-    pub fn parameters(&self, hidden_size: u64) -> f64 {
-        let d = hidden_size as f64;
-        match self {
-            Self::Dense(mlp) => mlp.weights(d) + mlp.extra_parameters as f64,
-            Self::Moe(mlp) => mlp.weights(d, mlp.num_experts) + mlp.extra_parameters as f64,
-        }
+/// Refuses a value that is not a multiple of another, which is at least 1.
+fn multiple(
+    value: u64,
+    of: u64,
+    place: impl Fn(&'static str) -> String,
+    name: &'static str,
+    of_name: &'static str,
+) -> Result<()> {
+    if value.is_multiple_of(of) {
+        return Ok(());
     }
-
-    /// Returns the weights that one row meets: of a mixture the router, the active and the shared experts.
-    pub fn weights(&self, hidden_size: u64) -> f64 {
-        match self {
-            Self::Dense(mlp) => mlp.weights(hidden_size as f64),
-            Self::Moe(mlp) => mlp.weights(hidden_size as f64, mlp.num_experts_per_tok),
-        }
-    }
-}
-
-impl Dense {
-    fn weights(&self, d: f64) -> f64 {
-        let matrices = if self.gated { 3.0 } else { 2.0 };
-        matrices * d * self.intermediate_size as f64
-    }
-}
-
-impl Moe {
-    fn weights(&self, d: f64, experts: u64) -> f64 {
-        let inner = experts as f64 * self.moe_intermediate_size as f64 + self.shared_intermediate_size as f64;
-        let gate = if self.shared_gate { d } else { 0.0 };
-        3.0 * d * inner + d * self.num_experts as f64 + gate
-    }
+    Err(refuse(place(name), value.to_string(), format!("a multiple of {of_name}, which is {of}")))
 }
 
 /// Layers in JSON: runs of equal layers are one entry with a `count`.
@@ -733,6 +518,6 @@ fn yes() -> bool {
     true
 }
 
-fn refuse(what: String) -> Error {
-    Fault::Schedule { what }.into()
+fn refuse(field: impl Into<String>, found: String, expected: String) -> Error {
+    Fault::Config { field: field.into(), found, expected }.into()
 }
