@@ -316,9 +316,10 @@ def _print_search(found: list[dict[str, Any]], question: dict[str, Any]) -> None
     console.print(f"rates: {source}", highlight=False)
     if question["prompt_tokens"] >= _LONG_PROMPT:
         middle = found[len(found) // 2]
+        share = f"{100 * middle['early_attention_share']:.0f}%"
         console.print(
-            f"at {question['prompt_tokens']:,} tokens, {100 * middle['early_attention_share']:.0f}% of a prefill filled "
-            f"from layer {middle['split']} on is attention below it, which filling cannot help",
+            f"at {question['prompt_tokens']:,} tokens, {share} of a prefill filled from layer {middle['split']} on is "
+            "attention below it, which filling cannot help",
             highlight=False,
         )
 
