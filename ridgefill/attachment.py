@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ridgefill import _core, caches, prefill
 from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
 from ridgefill.errors import AlreadyAttachedError, AttachError
-from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
+from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, model_shape
 from ridgefill.maps import FEATURES, RidgeMaps, SplitMaps
 from ridgefill.synth import misplaced, resident_maps
 from ridgefill.writers import late_layer_writers
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-TIERS = ("exact", "speed", "plumb")
+TIERS = ("auto", "exact", "speed", "plumb")
 _HISTORY_CALLS = 256
 # Speculative decoding verifies a few tokens at once: so many rows or fewer on a cache are a decode step, not a prefill.
 _VERIFY_ROWS = 16
@@ -68,6 +68,7 @@ class Attachment:
     map_bytes: int
     signature: Signature
     model: weakref.ref[nn.Module]
+    planner: _core.Planner | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
     counters: Counter[str] = field(default_factory=Counter)
 
@@ -99,7 +100,8 @@ class Attachment:
 
         ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. Decode
         steps are counted in ``counters``, and do not replace the prefill before them. ``timings`` are wall times of the
-        calling thread; on a GPU, which works behind it, they are the times to launch.
+        calling thread; on a GPU, which works behind it, they are the times to launch. ``ran`` is the tier that the last
+        prefill ran in, which ``auto`` chooses at each call.
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")
@@ -107,6 +109,7 @@ class Attachment:
             return {
                 "attached": bool(self._handles),
                 "tier": self.tier,
+                "ran": "exact" if not last["rows_filled"] else "speed" if self.tier == "auto" else self.tier,
                 "split": self.settings.split,
                 "tail": self.rule.tail,
                 "head": self.rule.head,
@@ -145,6 +148,10 @@ class Attachment:
             self._run_exact("the tier is exact")
             return None
         started = time.perf_counter()
+        plan = self._plan(rows, caches.cached_tokens(given_cache(kwargs)))
+        if plan is not None and plan["tier"] == "exact":
+            self._run_exact("; ".join((*plan["reasons"], *(other["reason"] for other in plan["rejected"]))))
+            return None
         arguments = self.signature.bind(args, kwargs)
         step, reason = prepare(model, self.settings.layout, self.rule, self.signature, arguments)
         if step is not None and (moved := misplaced(self.settings.maps, self.settings.layout)):
@@ -152,6 +159,8 @@ class Attachment:
         if step is None:
             self._run_exact(reason, log=True)
             return None
+        if plan is not None:
+            reason = "; ".join((reason, *plan["reasons"]))
         call = _Call(
             step, step.cached_tokens + rows, reason, caches.entry_state(step.cache), started, sys.exc_info()[1]
         )
@@ -163,6 +172,18 @@ class Attachment:
             raise
         call.tail_started = time.perf_counter()
         return (), self._tail_arguments(arguments, step)
+
+    def _plan(self, rows: int, cached_tokens: int) -> dict[str, Any] | None:
+        """What the planner says about a prefill of ``rows`` more rows; None unless the tier is auto."""
+        if self.planner is None:
+            return None
+        request = {
+            "prompt_tokens": cached_tokens + rows,
+            "cached_tokens": cached_tokens,
+            "sensitivity": "latency",
+        }
+        plan: dict[str, Any] = json.loads(self.planner.plan(json.dumps(request)))
+        return plan
 
     def _tail_arguments(self, arguments: dict[str, Any], step: prefill.Step) -> dict[str, Any]:
         cut = step.fill_end - step.cached_tokens
@@ -230,6 +251,7 @@ def attach(
     tail: int = 512,
     head: int = 4,
     min_bulk: int = 256,
+    loss_budget: float = 0.05,
     tokenizer: Any = None,
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
@@ -242,11 +264,13 @@ def attach(
         model: the model, on its devices, in any floating dtype.
         maps: a map file's path, or maps already loaded or fitted.
         split: the first late layer; None takes the file's default.
-        tier: ``speed`` fills; ``exact`` never does; ``plumb`` fills with the true block inputs (the oracle: slower
-            than stock, equal to it).
+        tier: ``speed`` fills; ``exact`` never does; ``auto`` asks the planner at each call, which fills where that
+            takes fewer operations and the file holds a gate result within ``loss_budget``; ``plumb`` fills with the
+            true block inputs (the oracle: slower than stock, equal to it).
         tail: the last rows of a prompt that stay exact, in tokens.
         head: the first rows that stay exact. They are attention sinks: 0 is a control that ruins the answer.
         min_bulk: fewer bulk rows than this are not worth a fill.
+        loss_budget: for ``auto``: the most measured loss, in nats a token, that a fill may add.
         tokenizer: checked against the file's tokenizer hash when given.
 
     Raises:
@@ -274,9 +298,10 @@ def attach(
         _check_usable(split_maps, layout)
         writers, rotary_modules = late_layer_writers(layout, split_maps.split)
         resident = {} if tier == "plumb" else resident_maps(split_maps, layout)
+        rule = FillRule(tail=tail, head=head, min_bulk=min_bulk)
         attachment = Attachment(
             tier=tier,
-            rule=FillRule(tail=tail, head=head, min_bulk=min_bulk),
+            rule=rule,
             settings=prefill.FillSettings(
                 layout=layout,
                 split=split_maps.split,
@@ -291,12 +316,34 @@ def attach(
             map_bytes=sum(m.weight.nbytes + m.bias.nbytes for m in resident.values()),
             signature=Signature.of(model),
             model=weakref.ref(model),
+            planner=_planner(model, loaded, split_maps, rule, loss_budget) if tier == "auto" else None,
         )
         _ATTACHED[model] = attachment
         _register(model, attachment)
     for message in warnings:
         _log.warning("%s", message)
     return attachment
+
+
+def _planner(
+    model: nn.Module, maps: RidgeMaps, split_maps: SplitMaps, rule: FillRule, loss_budget: float
+) -> _core.Planner:
+    """The planner of the auto tier: exact against speed at one split, by operations and by what the gate measured."""
+    results = (maps.gate or {}).get("results", [])
+    gates = [
+        {"tier": "speed", "dnll": result["dnll"]}
+        for result in results
+        if (result["split"], result["tier"]) == (split_maps.split, "speed")
+        and (result.get("tail") or rule.tail) <= rule.tail  # a longer tail than the gate's loses no more
+    ]
+    policy = {
+        "maps": [{"split": split_maps.split, "features": len(split_maps.features), "gates": gates}],
+        "loss_budget_nats": loss_budget,
+        "tail": rule.tail,
+        "head": rule.head,
+        "min_bulk": rule.min_bulk,
+    }
+    return _core.Planner.from_shape(json.dumps(model_shape(model)), json.dumps(policy))
 
 
 def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> None:

@@ -611,18 +611,19 @@ def _parse_gate(text: str) -> tuple[int, str, float]:
 def _parse_spans(spans: Sequence[str], prompt: int) -> list[tuple[int, int]]:
     found = []
     for text in spans:
-        first, _, last = text.partition(":")
+        start, _, end = text.partition(":")
         try:
-            found.append((int(first), int(last)))
+            found.append((int(start), int(end)))
         except ValueError:
             raise click.UsageError(f"--exact {text!r}: expected FROM:TO, like 120:180") from None
     found.sort()
-    ends = [0, *(last for _, last in found)]
-    for (first, last), before in zip(found, ends, strict=False):
+    before = 0
+    for first, last in found:
         if not before <= first < last <= prompt:
             raise click.UsageError(
                 f"--exact {first}:{last}: expected rows of the prompt (0 to {prompt}), not empty, apart from each other"
             )
+        before = last
     return found
 
 
