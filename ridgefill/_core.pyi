@@ -18,9 +18,12 @@ __all__ = [
     "check_schedule",
     "compare_fingerprints",
     "decide",
+    "describe_model",
     "device_rates",
     "first_needed_row",
+    "known_model_types",
     "layer_schedule",
+    "model_figures",
     "predict",
     "prefill_cost",
     "search",
@@ -233,6 +236,35 @@ def prefill_cost(
 
     Raises:
         ScheduleError: The shape or an argument makes no sense.
+    """
+
+def describe_model(config_json: str) -> str:
+    """Returns the decoder that the text of a Hugging Face ``config.json`` describes, as JSON (docs/layers.md).
+
+    Needs no weights. Fields that the config omits take the defaults of its configuration class in transformers; of a
+    multimodal wrapper the text part is described.
+
+    Raises:
+        ScheduleError: A field is wrong (the message names it), or the model type is none of ``known_model_types()``.
+    """
+
+def known_model_types() -> list[str]:
+    """Returns the model types that ``describe_model`` reads."""
+
+def model_figures(model_json: str, *, rows: int = 1) -> str:
+    """Returns the counts of a model that ``describe_model`` or a user described, as JSON.
+
+    ``{"parameters", "weights", "output_weights", "layers": [{"parameters", "weights", "cache_weights",
+    "cache": [{"name", "shape"}, ...]}, ...]}``: weights are the matrix elements that one row meets (active experts
+    only, the output layer apart), cache_weights those it must meet to be cached, and shapes are those of transformers'
+    ``DynamicCache`` without the batch.
+
+    Args:
+        model_json: The description.
+        rows: Rows in the cache.
+
+    Raises:
+        ScheduleError: The description is wrong; the message names the field.
     """
 
 def layer_schedule(

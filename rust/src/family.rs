@@ -15,6 +15,7 @@ mod gemma4;
 mod hybrid;
 mod qwen4_exp;
 
+pub use counts::{Figures, LayerFigures};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Fault, Result};
@@ -521,3 +522,6 @@ fn yes() -> bool {
 fn refuse(field: impl Into<String>, found: String, expected: String) -> Error {
     Fault::Config { field: field.into(), found, expected }.into()
 }
+
+#[cfg(test)]
+mod tests;

@@ -348,6 +348,26 @@ fn to_json(value: &impl serde::Serialize) -> Result<String> {
         .map_err(|error| Fault::Plan { what: format!("cannot be written as JSON: {error}") }.into())
 }
 
+/// Returns the decoder that a config.json describes, as JSON.
+#[pyfunction]
+fn describe_model(py: Python<'_>, config_json: &str) -> PyResult<String> {
+    run(py, || Model::from_config(config_json)?.to_json())
+}
+
+/// Returns the model types that `describe_model` reads.
+#[pyfunction]
+fn known_model_types() -> Vec<&'static str> {
+    Model::known_types()
+}
+
+/// Returns the parameters, weights and cache shapes of a described model, as JSON.
+#[pyfunction]
+#[pyo3(signature = (model_json, *, rows = 1))]
+fn model_figures(py: Python<'_>, model_json: &str, rows: i64) -> PyResult<String> {
+    let rows = count(py, "rows", rows)?;
+    run(py, || to_json(&Model::from_description(model_json)?.figures(rows)))
+}
+
 /// Returns the schedule of a fill as JSON.
 #[pyfunction]
 #[pyo3(signature = (model_json, *, split, tail = 512, head = 4, tile = 1, chunk_tokens = None))]
@@ -498,7 +518,8 @@ mod _core {
     #[pymodule_export]
     use super::{
         Decision, MapFile, Planner, PrefillCost, TensorInfo, check_rates, check_schedule, compare_fingerprints, decide,
-        device_rates, first_needed_row, layer_schedule, predict, prefill_cost, search, write_map_file,
+        describe_model, device_rates, first_needed_row, known_model_types, layer_schedule, model_figures, predict,
+        prefill_cost, search, write_map_file,
     };
 
     #[pymodule_init]

@@ -33,6 +33,23 @@ impl Model {
         self.hidden_size as f64 * self.vocab_size as f64
     }
 
+    /// Returns all counts, and the cache's shapes after `rows` rows.
+    pub fn figures(&self, rows: u64) -> Figures {
+        let d = self.hidden_size;
+        let layer = |layer: &Layer| LayerFigures {
+            parameters: layer.parameters(d) as u64,
+            weights: layer.weights(d) as u64,
+            cache_weights: layer.mixer.cache_weights(d) as u64,
+            cache: layer.cache(d, rows),
+        };
+        Figures {
+            parameters: self.parameters(),
+            weights: self.weights() as u64,
+            output_weights: self.output_weights() as u64,
+            layers: self.layers.iter().map(layer).collect(),
+        }
+    }
+
     pub(super) fn count_parameters(&self) -> f64 {
         let tables = if self.tied_embeddings { 1.0 } else { 2.0 };
         let layers: f64 = self.layers.iter().map(|layer| layer.parameters(self.hidden_size)).sum();
