@@ -205,6 +205,8 @@ def test_layers_describe_what_no_config_does(config: Path, tmp_path: Path) -> No
         ("request", "--prompt", "9000", "--exact", "10:5", *GATES),
         ("request", "--prompt", "9000", "--exact", "10:20", "--exact", "15:30", *GATES),
         ("request", "--prompt", "9000", "--gate", "16=0.1", "--device", "h100"),
+        ("request", "--prompt", "9000", "--gate", "16:exact=0.1", "--device", "h100"),
+        ("request", "--prompt", "9000", "--gate", "16:speed=nan", "--device", "h100"),
         ("request", "--prompt", "0", *GATES),
         ("search", "--context", "9", "--cached", "9"),
     ],

@@ -603,9 +603,12 @@ def _parse_gate(text: str) -> tuple[int, str, float]:
     split, _, rest = text.partition(":")
     tier, _, dnll = rest.partition("=")
     try:
-        return int(split), {"speed": "speed", "quality": "quality"}[tier], float(dnll)
-    except (ValueError, KeyError):
-        raise click.UsageError(f"--gate {text!r}: expected SPLIT:TIER=NATS, like 16:speed=0.03") from None
+        found = int(split), tier, float(dnll)
+    except ValueError:
+        found = -1, tier, math.nan
+    if found[0] < 0 or tier not in ("speed", "quality") or not math.isfinite(found[2]):
+        raise click.UsageError(f"--gate {text!r}: expected SPLIT:TIER=NATS, like 16:speed=0.03")
+    return found
 
 
 def _parse_spans(spans: Sequence[str], prompt: int) -> list[tuple[int, int]]:
