@@ -2,7 +2,7 @@
 
 use super::config::Config;
 use super::families::{Base, experts};
-use super::{Attention, Dense, Layer, Mixer, Mla, Mlp, Model, Moe, refuse};
+use super::{Attention, Dense, Layer, Mixer, Mla, Mlp, Model, Moe};
 use crate::error::Result;
 
 const FULL: &str = "full_attention";
@@ -138,7 +138,7 @@ pub(super) fn expert_counts(config: &Config<'_>, names: &[&'static str], all: u6
     let active = config.count("num_experts_per_tok", active)?;
     if active > all {
         let expected = format!("at most {}, which is {all}", config.named(names));
-        return Err(refuse("num_experts_per_tok".to_owned(), active.to_string(), expected));
+        return Err(config.conflict("num_experts_per_tok", active.to_string(), expected));
     }
     Ok((all, active))
 }

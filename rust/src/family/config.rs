@@ -87,7 +87,12 @@ impl<'a> Config<'a> {
 
     /// Returns the error that a field's value is not what was expected.
     pub(super) fn unexpected(&self, name: &str, expected: impl Into<String>) -> Error {
-        refuse(format!("{}{name}", self.prefix), show(self.get(name)), expected.into())
+        self.conflict(name, show(self.get(name)), expected.into())
+    }
+
+    /// Returns the error that a field, or what was derived from it, does not fit the others.
+    pub(super) fn conflict(&self, name: &str, found: String, expected: String) -> Error {
+        refuse(format!("{}{name}", self.prefix), found, expected)
     }
 
     /// Returns the first of several names of one field that the config has: a class's own name, then its aliases.
@@ -183,7 +188,7 @@ impl<'a> Config<'a> {
         if values.len() != layers {
             let found = format!("a list of {}", values.len());
             let expected = format!("as many as num_hidden_layers, which is {layers}");
-            return Err(refuse(format!("{}{name}", self.prefix), found, expected));
+            return Err(self.conflict(name, found, expected));
         }
         let kind = |(layer, value): (usize, &Value)| {
             // Names of older configs (configuration_utils.py: _LEGACY_LAYER_TYPE_REMAP).
@@ -194,8 +199,8 @@ impl<'a> Config<'a> {
                 word => word.unwrap_or_default(),
             };
             allowed.iter().copied().find(|&kind| kind == word).ok_or_else(|| {
-                let field = format!("{}{name}[{layer}]", self.prefix);
-                refuse(field, show(Some(value)), format!("one of {}", allowed.join(", ")))
+                let expected = format!("one of {}", allowed.join(", "));
+                self.conflict(&format!("{name}[{layer}]"), show(Some(value)), expected)
             })
         };
         values.iter().enumerate().map(kind).collect::<Result<_>>().map(Some)

@@ -5,7 +5,7 @@
 use serde_json::Value;
 
 use super::config::{self, Config, show};
-use super::{Attention, Dense, Layer, Mixer, Mlp, Model, Moe, attention, gemma4, hybrid, qwen4_exp, refuse};
+use super::{Attention, Dense, Layer, Mixer, Mlp, Model, Moe, attention, gemma4, hybrid, qwen4_exp};
 use crate::error::{Fault, Result};
 
 /// One model type: how its layers are read, and what its configuration class assumes where a config is silent.
@@ -246,7 +246,7 @@ pub(super) fn read(text: &str) -> Result<Model> {
         Some(Value::String(name)) => name.as_str(),
         other => {
             let expected = format!("one of {}", known().join(", "));
-            return Err(refuse("model_type".to_owned(), show(other), expected));
+            return Err(whole.conflict("model_type", show(other), expected));
         }
     };
     let family = family(model_type)?;
@@ -290,14 +290,14 @@ impl Base {
             let expected = format!("a divisor of num_attention_heads, which is {heads}");
             let found =
                 format!("{kv_heads}{}", if config.get("num_key_value_heads").is_some() { "" } else { " by default" });
-            return Err(refuse("num_key_value_heads".to_owned(), found, expected));
+            return Err(config.conflict("num_key_value_heads", found, expected));
         }
         let head_dim = match config.optional("head_dim", family.head_dim)? {
             Some(head_dim) => head_dim,
             None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
             None => {
                 let expected = format!("a multiple of num_attention_heads, which is {heads}, as head_dim is not given");
-                return Err(refuse("hidden_size".to_owned(), hidden_size.to_string(), expected));
+                return Err(config.conflict("hidden_size", hidden_size.to_string(), expected));
             }
         };
         Ok(Self {

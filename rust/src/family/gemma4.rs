@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::attention::{causal_only, windows};
 use super::config::Config;
 use super::families::{Base, experts};
-use super::{Attention, Dense, Layer, Mixer, Mlp, Model, Moe, refuse};
+use super::{Attention, Dense, Layer, Mixer, Mlp, Model, Moe};
 use crate::error::Result;
 
 /// gemma4.
@@ -73,7 +73,7 @@ fn attention(
     let (num_key_value_heads, head_dim) = heads(config, base, index, window.is_none())?;
     if !base.num_attention_heads.is_multiple_of(num_key_value_heads) {
         let expected = format!("a divisor of num_attention_heads, which is {}", base.num_attention_heads);
-        return Err(refuse("num_global_key_value_heads".to_owned(), num_key_value_heads.to_string(), expected));
+        return Err(config.conflict("num_global_key_value_heads", num_key_value_heads.to_string(), expected));
     }
     let q_width = base.num_attention_heads * head_dim;
     let kv_width = num_key_value_heads * head_dim;

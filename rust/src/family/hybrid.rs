@@ -3,7 +3,7 @@
 use super::attention::{expert_counts, sparse_experts, sparse_mlps};
 use super::config::Config;
 use super::families::{Base, experts};
-use super::{Attention, Dense, GatedDelta, MAX_DIMENSION, Mamba2, Mixer, Mlp, Model, Moe, Parallel, ShortConv, refuse};
+use super::{Attention, Dense, GatedDelta, MAX_DIMENSION, Mamba2, Mixer, Mlp, Model, Moe, Parallel, ShortConv};
 use crate::error::Result;
 
 const FULL: &str = "full_attention";
@@ -24,7 +24,7 @@ pub(super) fn gated_delta(config: &Config<'_>) -> Result<GatedDelta> {
     let num_v_heads = config.count("linear_num_value_heads", 32)?;
     if !num_v_heads.is_multiple_of(num_k_heads) {
         let expected = format!("a multiple of linear_num_key_heads, which is {num_k_heads}");
-        return Err(refuse("linear_num_value_heads".to_owned(), num_v_heads.to_string(), expected));
+        return Err(config.conflict("linear_num_value_heads", num_v_heads.to_string(), expected));
     }
     let v_head_dim = config.count("linear_value_head_dim", 128)?;
     Ok(GatedDelta {
@@ -99,7 +99,7 @@ pub(super) fn falcon_h1(config: &Config<'_>, base: &Base) -> Result<Model> {
     if head_dim * num_heads != inner {
         let expected = format!("{inner} (mamba_d_ssm, or mamba_expand * hidden_size) in all");
         let found = format!("{num_heads} heads of {head_dim}");
-        return Err(refuse("mamba_n_heads".to_owned(), found, expected));
+        return Err(config.conflict("mamba_n_heads", found, expected));
     }
     let (num_groups, state_size) = (config.count("mamba_n_groups", 1)?, config.count("mamba_d_state", 256)?);
     let conv_channels = inner + 2 * num_groups * state_size;

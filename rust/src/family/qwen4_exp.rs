@@ -3,7 +3,7 @@
 use super::config::Config;
 use super::families::Base;
 use super::hybrid::{gated_attention, gated_delta, is_attention, shared_experts};
-use super::{Attention, Indexer, Layer, Mixer, Mlp, Model, refuse};
+use super::{Attention, Indexer, Layer, Mixer, Mlp, Model};
 use crate::error::Result;
 
 /// The most residual streams that are believed.
@@ -97,7 +97,7 @@ fn add_ngrams(
     if tables == 0 || tables * ids.len() as u64 > MAX_TABLES || !width.is_multiple_of(tables) {
         let expected =
             format!("a multiple of its {tables} tables of n-grams, of which there may be {MAX_TABLES} in all");
-        return Err(refuse("ple_embed_dim".to_owned(), width.to_string(), expected));
+        return Err(config.conflict("ple_embed_dim", width.to_string(), expected));
     }
     let smallest = match config.get("ngram_vocab_size_base").map(serde_json::Value::as_u64) {
         None => 20_000_000,
