@@ -1,8 +1,36 @@
 //! Parameters, weights, operations and cache shapes of a model, all from its types.
 
+use serde::Serialize;
+
 use super::{
     Attention, CacheTensor, Dense, GatedDelta, Layer, Mamba2, Mixer, Mla, Mlp, Model, Moe, Parallel, ShortConv,
 };
+
+/// The counts of a model.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Figures {
+    /// All parameters, tied ones once.
+    pub parameters: u64,
+    /// Weights that one row meets below the output layer, active experts only.
+    pub weights: u64,
+    /// Weights of the output layer.
+    pub output_weights: u64,
+    /// The layers, in order.
+    pub layers: Vec<LayerFigures>,
+}
+
+/// The counts of one layer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LayerFigures {
+    /// All parameters.
+    pub parameters: u64,
+    /// Weights that one row meets, active experts only.
+    pub weights: u64,
+    /// Those that it must meet to be cached.
+    pub cache_weights: u64,
+    /// What the layer's cache holds.
+    pub cache: Vec<CacheTensor>,
+}
 
 impl CacheTensor {
     /// Returns the number of its elements.
