@@ -10,13 +10,23 @@ from numpy.typing import NDArray
 __all__ = [
     "Decision",
     "MapFile",
+    "Planner",
     "PrefillCost",
     "TensorInfo",
     "__version__",
+    "check_rates",
+    "check_schedule",
     "compare_fingerprints",
     "decide",
+    "describe_model",
+    "device_rates",
     "first_needed_row",
+    "known_model_types",
+    "layer_schedule",
+    "model_figures",
+    "predict",
     "prefill_cost",
+    "search",
     "write_map_file",
 ]
 
@@ -227,3 +237,167 @@ def prefill_cost(
     Raises:
         ScheduleError: The shape or an argument makes no sense.
     """
+
+def describe_model(config_json: str) -> str:
+    """Returns the decoder that the text of a Hugging Face ``config.json`` describes, as JSON (docs/layers.md).
+
+    Needs no weights. Fields that the config omits take the defaults of its configuration class in transformers; of a
+    multimodal wrapper the text part is described.
+
+    Raises:
+        ScheduleError: A field is wrong (the message names it), or the model type is none of ``known_model_types()``.
+    """
+
+def known_model_types() -> list[str]:
+    """Returns the model types that ``describe_model`` reads."""
+
+def model_figures(model_json: str, *, rows: int = 1) -> str:
+    """Returns the counts of a model that ``describe_model`` or a user described, as JSON.
+
+    ``{"parameters", "weights", "output_weights", "layers": [{"parameters", "weights", "cache_weights",
+    "cache": [{"name", "shape"}, ...]}, ...]}``: weights are the matrix elements that one row meets (active experts
+    only, the output layer apart), cache_weights those it must meet to be cached, and shapes are those of transformers'
+    ``DynamicCache`` without the batch.
+
+    Args:
+        model_json: The description.
+        rows: Rows in the cache.
+
+    Raises:
+        ScheduleError: The description is wrong; the message names the field.
+    """
+
+def layer_schedule(
+    model_json: str, *, split: int, tail: int = 512, head: int = 4, tile: int = 1, chunk_tokens: int | None = None
+) -> str:
+    """Returns what each layer does with bulk rows (full, filled, windowed_fill, state_scan, skipped), as JSON.
+
+    Args:
+        model_json: A model's description.
+        split: The first layer that does not run on bulk rows.
+        tail: The last prompt rows that stay exact.
+        head: The first rows that stay exact.
+        tile: A fill is a multiple of so many rows.
+        chunk_tokens: Bulk rows in one call; with recurrent layers a multiple of ``tile``.
+
+    Raises:
+        ScheduleError: The description or an argument makes no sense for this model.
+    """
+
+def check_schedule(model_json: str, schedule_json: str) -> str:
+    """Returns a schedule as JSON again, checked against the model it is for.
+
+    Raises:
+        ScheduleError: It would leave a hole in the cache or read what is not there; the message names the layer.
+    """
+
+def device_rates(name: str) -> str:
+    """Returns assumed rates of a known device (a data sheet's peaks times assumed shares), as JSON.
+
+    Raises:
+        ScheduleError: The device is unknown; the message lists the known ones.
+    """
+
+def check_rates(rates_json: str) -> str:
+    """Returns rates as JSON again, checked.
+
+    Args:
+        rates_json: ``{"matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s", "layer_call_s", "source"}``.
+
+    Raises:
+        ScheduleError: A rate is missing or makes no sense.
+    """
+
+def predict(model_json: str, question_json: str) -> str:
+    """Returns what a prefill is predicted to cost, exact and filled, part by part, as JSON (docs/planning.md).
+
+    Args:
+        model_json: A model's description.
+        question_json: ``{"prompt_tokens", "split", ...}``: also cached_tokens, output_tokens, tail, head, min_bulk,
+            tile, features, fused_rank, selected_share, chunk_tokens, element_bytes, map_element_bytes, rates.
+
+    Raises:
+        ScheduleError: The description or the question makes no sense.
+    """
+
+def search(
+    model_json: str,
+    question_json: str,
+    *,
+    losses: Sequence[tuple[int, float]] = (),
+    max_loss: float | None = None,
+) -> str:
+    """Returns what each split would give, as a JSON list in the order of the splits.
+
+    Args:
+        model_json: A model's description.
+        question_json: As in ``predict``; its split is not used.
+        losses: (split, measured dNLL in nats); a split without one has an unknown loss.
+        max_loss: Rows say whether their loss is known and at most this.
+
+    Raises:
+        ScheduleError: The description or the question makes no sense.
+    """
+
+@final
+class Planner:
+    """A model and a policy, made ready to plan requests.
+
+    Args:
+        model_json: A model's description.
+        policy_json: ``{"loss_budget_nats", "rates", "maps": [{"split", "features", "fused_rank", "gates": [{"tier",
+            "dnll", "tail", "share"}]}], "memory_budget_bytes", "tail", "head", "min_bulk", "tile", "chunk_tokens",
+            "element_bytes", "map_element_bytes"}``; all but the first may be left out. Without rates, operations
+            stand for seconds.
+
+    Raises:
+        ScheduleError: The description or the rates make no sense.
+        PlanError: The policy makes no sense.
+    """
+
+    def __new__(cls, model_json: str, policy_json: str) -> Planner: ...
+    @staticmethod
+    def from_shape(shape_json: str, policy_json: str) -> Planner:
+        """Returns a planner for a shape, as ``prefill_cost`` takes it."""
+
+    @property
+    def candidates(self) -> list[tuple[str, int | None, int, float | None]]:
+        """(tier, split, tail, loss in nats) of each candidate; exact first; a loss of None is unknown."""
+
+    def plan(self, request_json: str) -> str:
+        """Returns the plan for one request, with every reason and rejected alternative, as JSON.
+
+        Args:
+            request_json: ``{"prompt_tokens", "cached_tokens", "output_tokens", "sensitivity", "ttft_target_s",
+                "exact_spans"}``; all but the first may be left out.
+
+        Raises:
+            PlanError: The request makes no sense, or no allowed plan fits the memory budget.
+        """
+
+    def plan_trace(
+        self,
+        prompt_tokens: NDArray[np.int64],
+        *,
+        cached_tokens: NDArray[np.int64] | None = None,
+        output_tokens: NDArray[np.int64] | None = None,
+        sensitivity: NDArray[np.uint8] | None = None,
+        ttft_target_s: NDArray[np.float64] | None = None,
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.float64]]:
+        """Returns the choices for many requests in one call, with the GIL released.
+
+        Args:
+            prompt_tokens: ``[n]``, contiguous, like the others.
+            cached_tokens: ``[n]``; None for none.
+            output_tokens: ``[n]``; None for none.
+            sensitivity: ``[n]``: 0 latency, 1 balanced, 2 accuracy; None for balanced.
+            ttft_target_s: ``[n]``, NaN for none; None for none.
+
+        Returns:
+            Indices into ``candidates`` (-1 where no plan fits the memory budget), predicted TTFTs in seconds (NaN
+            there), and the TTFTs with every row exact.
+
+        Raises:
+            PlanError: A request makes no sense; the message names its index.
+            ValueError: An array is not contiguous.
+        """

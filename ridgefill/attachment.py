@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ridgefill import _core, caches, prefill, rows
 from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
 from ridgefill.errors import AlreadyAttachedError, AttachError
-from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
+from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, model_shape
 from ridgefill.maps import FEATURES, RidgeMaps, SplitMaps
 from ridgefill.scorers import RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-TIERS = ("exact", "quality", "speed", "plumb")
+TIERS = ("auto", "exact", "quality", "speed", "plumb")
 _HISTORY_CALLS = 256
 # The part of the bulk that runs exactly in tier quality (design section 3).
 _DEFAULT_SHARE = 0.1
@@ -73,6 +73,7 @@ class Attachment:
     signature: Signature
     model: weakref.ref[nn.Module]
     selection: rows.SelectionSettings | None = None
+    planner: _core.Planner | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
     counters: Counter[str] = field(default_factory=Counter)
 
@@ -102,11 +103,11 @@ class Attachment:
     def status(self) -> dict[str, Any]:
         """What is attached and what the last prefill did, ready for JSON.
 
-        ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words.
-        ``rows_selected`` rows of the fill span ran exactly through every layer (``gates``: how many ran on at each
-        gate); when none did, ``selection`` says why. Decode steps are counted in ``counters``, and do not replace the
-        prefill before them. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are
-        the times to launch.
+        ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. ``ran``
+        is the tier that it ran in, which ``auto`` chooses at each call. ``rows_selected`` rows of the fill span ran
+        exactly through every layer (``gates``: how many ran on at each gate); when none did, ``selection`` says why.
+        Decode steps are counted in ``counters``, and do not replace the prefill before them. ``timings`` are wall times
+        of the calling thread; on a GPU, which works behind it, they are the times to launch.
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")
@@ -114,6 +115,7 @@ class Attachment:
             return {
                 "attached": bool(self._handles),
                 "tier": self.tier,
+                "ran": "exact" if last["spans"] is None else "speed" if self.tier == "auto" else self.tier,
                 "split": self.settings.split,
                 "tail": self.rule.tail,
                 "head": self.rule.head,
@@ -152,6 +154,10 @@ class Attachment:
             self._run_exact("the tier is exact")
             return None
         started = time.perf_counter()
+        plan = self._plan(count, caches.cached_tokens(given_cache(kwargs)))
+        if plan is not None and plan["tier"] == "exact":
+            self._run_exact("; ".join((*plan["reasons"], *(other["reason"] for other in plan["rejected"]))))
+            return None
         arguments = self.signature.bind(args, kwargs)
         step, reason = prepare(model, self.settings.layout, self.rule, self.signature, arguments)
         if step is not None and (moved := misplaced(self.resident, self.settings.layout)):
@@ -159,6 +165,8 @@ class Attachment:
         if step is None:
             self._run_exact(reason, log=True)
             return None
+        if plan is not None:
+            reason = "; ".join((reason, *plan["reasons"]))
         call = _Call(
             step, step.cached_tokens + count, reason, caches.entry_state(step.cache), started, sys.exc_info()[1]
         )
@@ -172,6 +180,18 @@ class Attachment:
             raise
         call.tail_started = time.perf_counter()
         return (), self._tail_arguments(arguments, step)
+
+    def _plan(self, rows: int, cached_tokens: int) -> dict[str, Any] | None:
+        """What the planner says about a prefill of ``rows`` more rows; None unless the tier is auto."""
+        if self.planner is None:
+            return None
+        request = {
+            "prompt_tokens": cached_tokens + rows,
+            "cached_tokens": cached_tokens,
+            "sensitivity": "latency",
+        }
+        plan: dict[str, Any] = json.loads(self.planner.plan(json.dumps(request)))
+        return plan
 
     def _tail_arguments(self, arguments: dict[str, Any], step: prefill.Step) -> dict[str, Any]:
         cut = step.fill_end - step.cached_tokens
@@ -249,6 +269,7 @@ def attach(
     tail: int = 512,
     head: int = 4,
     min_bulk: int = 256,
+    loss_budget: float = 0.05,
     tokenizer: Any = None,
     share: float | None = None,
     gates: Mapping[int, float] | None = None,
@@ -265,10 +286,13 @@ def attach(
         maps: a map file's path, or maps already loaded or fitted.
         split: the first late layer; None takes the file's default.
         tier: ``speed`` fills; ``quality`` fills and runs the rows that the tail's queries look at; ``exact`` never
-            fills; ``plumb`` fills with the true block inputs (the oracle: slower than stock, equal to it).
+            fills; ``auto`` asks the planner at each call, which fills where that takes fewer operations and the file
+            holds a gate result within ``loss_budget``; ``plumb`` fills with the true block inputs (the oracle: slower
+            than stock, equal to it).
         tail: the last rows of a prompt that stay exact, in tokens.
         head: the first rows that stay exact. They are attention sinks: 0 is a control that ruins the answer.
         min_bulk: fewer bulk rows than this are not worth a fill.
+        loss_budget: for ``auto``: the most measured loss, in nats a token, that a fill may add.
         tokenizer: checked against the file's tokenizer hash when given.
         share: the part of the bulk that runs exactly (tiers ``quality``, where None is 0.1, and ``plumb``).
         gates: instead of ``share``, several layers at which the tail chooses anew which part of the bulk runs on,
@@ -291,10 +315,11 @@ def attach(
         raise AttachError(f"tier {tier!r} selects no rows; share, gates and scorer belong to tier 'quality'")
     if gates is not None and (share is not None or not gates or split not in (None, min(gates))):
         raise AttachError(
-            f"gates={dict(gates)} name the split and every share; share={share} and split={split} do not fit"
+            f"gates={dict(gates)}, share={share}, split={split} do not fit: gates name every share, and the lowest of "
+            "them is the split"
         )
-    if gates is None and (share is not None or tier == "quality"):
-        share = _DEFAULT_SHARE if share is None else share
+    if tier == "quality" and gates is None and share is None:
+        share = _DEFAULT_SHARE
     with _ATTACH_LOCK:
         if model in _ATTACHED:
             raise AlreadyAttachedError(f"{type(model).__name__} already has maps attached; call detach() first")
@@ -312,16 +337,15 @@ def attach(
         resident = [{} if tier == "plumb" else resident_maps(at_gate, layout) for at_gate in gate_maps]
         selection = None
         if shares := gates or ({} if share is None else {split_maps.split: share}):
-            selection = rows.selection_settings(
-                layout,
-                [
-                    rows.Gate(s, shares[s], maps_there, scorer or rows.attention_scorer(layout, s))
-                    for s, maps_there in zip(sorted(shares), resident, strict=True)
-                ],
-            )
+            chosen = [
+                rows.Gate(at, shares[at], maps_there, scorer or rows.attention_scorer(layout, at))
+                for at, maps_there in zip(sorted(shares), resident, strict=True)
+            ]
+            selection = rows.selection_settings(layout, chosen)
+        rule = FillRule(tail=tail, head=head, min_bulk=min_bulk)
         attachment = Attachment(
             tier=tier,
-            rule=FillRule(tail=tail, head=head, min_bulk=min_bulk),
+            rule=rule,
             settings=prefill.FillSettings(
                 layout=layout,
                 split=split_maps.split,
@@ -338,12 +362,34 @@ def attach(
             signature=Signature.of(model),
             model=weakref.ref(model),
             selection=selection,
+            planner=_planner(model, loaded, split_maps, rule, loss_budget) if tier == "auto" else None,
         )
         _ATTACHED[model] = attachment
         _register(model, attachment)
     for message in warnings:
         _log.warning("%s", message)
     return attachment
+
+
+def _planner(
+    model: nn.Module, maps: RidgeMaps, split_maps: SplitMaps, rule: FillRule, loss_budget: float
+) -> _core.Planner:
+    """The planner of the auto tier: exact against speed at one split, by operations and by what the gate measured."""
+    results = (maps.gate or {}).get("results", [])
+    gates = [
+        {"tier": "speed", "dnll": result["dnll"]}
+        for result in results
+        if (result["split"], result["tier"]) == (split_maps.split, "speed")
+        and (result.get("tail") or rule.tail) <= rule.tail  # a longer tail than the gate's loses no more
+    ]
+    policy = {
+        "maps": [{"split": split_maps.split, "features": len(split_maps.features), "gates": gates}],
+        "loss_budget_nats": loss_budget,
+        "tail": rule.tail,
+        "head": rule.head,
+        "min_bulk": rule.min_bulk,
+    }
+    return _core.Planner.from_shape(json.dumps(model_shape(model)), json.dumps(policy))
 
 
 def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> None:

@@ -29,8 +29,10 @@ pub enum Class {
     Schema,
     /// The maps belong to another model: `MapMismatchError`.
     Mismatch,
-    /// An argument of the rule or the cost makes no sense: `ScheduleError`.
+    /// An argument of the rule or the cost, or a model's config, makes no sense: `ScheduleError`.
     Schedule,
+    /// A request or a policy that makes no sense, or that no plan can meet: `PlanError`.
+    Plan,
     /// The operating system's own error: `OSError`.
     Io,
 }
@@ -80,8 +82,13 @@ pub enum Fault {
     TensorShape { found: Vec<u64>, expected: String },
     // The fingerprint.
     Mismatch { field: &'static str, found: String, expected: String },
+    // A model's config or the description of its layers.
+    Config { field: String, found: String, expected: String },
+    UnknownModelType { found: String, known: Vec<&'static str> },
     // The rule and the cost.
     Schedule { what: String },
+    // The planner.
+    Plan { what: String },
     // The operating system.
     Io(io::Error),
 }
@@ -128,7 +135,10 @@ impl Fault {
             Self::TensorDtype { .. } => "tensor_dtype",
             Self::TensorShape { .. } => "tensor_shape",
             Self::Mismatch { field, .. } => field,
+            Self::Config { .. } => "config",
+            Self::UnknownModelType { .. } => "model_type",
             Self::Schedule { .. } => "schedule",
+            Self::Plan { .. } => "plan",
             Self::Io(_) => "io",
         }
     }
@@ -145,7 +155,8 @@ impl Fault {
             | Self::TensorDtype { .. }
             | Self::TensorShape { .. } => Class::Schema,
             Self::Mismatch { .. } => Class::Mismatch,
-            Self::Schedule { .. } => Class::Schedule,
+            Self::Config { .. } | Self::UnknownModelType { .. } | Self::Schedule { .. } => Class::Schedule,
+            Self::Plan { .. } => Class::Plan,
             Self::Io(_) => Class::Io,
             _ => Class::Format,
         }
@@ -233,7 +244,15 @@ impl fmt::Display for Fault {
                 "{field}: the model has {found}, the maps were fitted for {expected}; \
                  attach them to that model, or fit maps for this one with `ridgefill fit`"
             ),
-            Self::Schedule { what } => write!(f, "{what}"),
+            Self::Config { field, found, expected } => write!(f, "{field} is {found}; expected {expected}"),
+            Self::UnknownModelType { found, known } => write!(
+                f,
+                "model_type {} is unknown; known are {}; describe the layers of any other model in JSON and pass it with \
+                 --layers (docs/layers.md)",
+                quoted(found),
+                known.join(", ")
+            ),
+            Self::Schedule { what } | Self::Plan { what } => write!(f, "{what}"),
             Self::Io(error) => write!(f, "{error}"),
         }
     }

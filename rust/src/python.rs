@@ -7,15 +7,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use numpy::ndarray::ArrayView1;
-use numpy::{PyArray1, PyArrayMethods, PyReadonlyArrayDyn};
+use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyReadonlyArrayDyn};
 use pyo3::exceptions::{PyMemoryError, PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::cost::{self, Fill, Shape};
+use crate::cost::{self, Fill, Question, Rates, Shape};
 use crate::error::{Class, Error, Fault, Result};
+use crate::family::Model;
 use crate::header::Dtype;
+use crate::plan::{self, Policy, Request, Trace};
 use crate::rule::{self, Step};
+use crate::schedule::LayerSchedule;
 use crate::writer::TensorData;
 use crate::{mapfile, schema, writer};
 
@@ -53,6 +56,7 @@ fn build_exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         Class::Format => ("MapFormatError", true),
         Class::Schema => ("MapSchemaError", true),
         Class::Mismatch => ("MapMismatchError", true),
+        Class::Plan => ("PlanError", false),
         Class::Schedule | Class::Io => ("ScheduleError", false),
     };
     let fields = PyDict::new(py);
@@ -261,7 +265,7 @@ fn decide(
         fill_end: decision.fill_end,
         step_end: decision.step_end,
         rows_filled: decision.rows_filled(),
-        reason: decision.reason,
+        reason: decision.reason.to_string(),
     })
 }
 
@@ -339,6 +343,173 @@ fn prefill_cost(
     })
 }
 
+fn to_json(value: &impl serde::Serialize) -> Result<String> {
+    serde_json::to_string(value)
+        .map_err(|error| Fault::Plan { what: format!("cannot be written as JSON: {error}") }.into())
+}
+
+/// Returns the decoder that a config.json describes, as JSON.
+#[pyfunction]
+fn describe_model(py: Python<'_>, config_json: &str) -> PyResult<String> {
+    run(py, || Model::from_config(config_json)?.to_json())
+}
+
+/// Returns the model types that `describe_model` reads.
+#[pyfunction]
+fn known_model_types() -> Vec<&'static str> {
+    Model::known_types()
+}
+
+/// Returns the parameters, weights and cache shapes of a described model, as JSON.
+#[pyfunction]
+#[pyo3(signature = (model_json, *, rows = 1))]
+fn model_figures(py: Python<'_>, model_json: &str, rows: i64) -> PyResult<String> {
+    let rows = count(py, "rows", rows)?;
+    run(py, || to_json(&Model::from_description(model_json)?.figures(rows)))
+}
+
+/// Returns the schedule of a fill as JSON.
+#[pyfunction]
+#[pyo3(signature = (model_json, *, split, tail = 512, head = 4, tile = 1, chunk_tokens = None))]
+fn layer_schedule(
+    py: Python<'_>,
+    model_json: &str,
+    split: i64,
+    tail: i64,
+    head: i64,
+    tile: i64,
+    chunk_tokens: Option<i64>,
+) -> PyResult<String> {
+    let split = count(py, "split", split)? as usize;
+    let (tail, head, tile) = (count(py, "tail", tail)?, count(py, "head", head)?, count(py, "tile", tile)?);
+    let chunk_tokens = chunk_tokens.map(|tokens| count(py, "chunk_tokens", tokens)).transpose()?;
+    run(py, || {
+        let model = Model::from_description(model_json)?;
+        LayerSchedule::new(&model, split, tail, head, tile, chunk_tokens)?.to_json()
+    })
+}
+
+/// Returns a schedule as JSON again, checked against its model.
+#[pyfunction]
+fn check_schedule(py: Python<'_>, model_json: &str, schedule_json: &str) -> PyResult<String> {
+    run(py, || LayerSchedule::from_json(schedule_json, &Model::from_description(model_json)?)?.to_json())
+}
+
+/// Returns a data sheet's rates as JSON.
+#[pyfunction]
+fn device_rates(py: Python<'_>, name: &str) -> PyResult<String> {
+    run(py, || to_json(&Rates::of_device(name)?))
+}
+
+/// Returns rates as JSON again, checked.
+#[pyfunction]
+fn check_rates(py: Python<'_>, rates_json: &str) -> PyResult<String> {
+    run(py, || to_json(&Rates::from_json(rates_json)?))
+}
+
+/// Returns what a prefill is predicted to cost, as JSON.
+#[pyfunction]
+fn predict(py: Python<'_>, model_json: &str, question_json: &str) -> PyResult<String> {
+    run(py, || {
+        let shape = Shape::of_model(&Model::from_description(model_json)?);
+        to_json(&Question::from_json(question_json)?.report(&shape)?)
+    })
+}
+
+/// Returns what each split would give, as JSON.
+#[pyfunction]
+#[pyo3(signature = (model_json, question_json, *, losses = Vec::new(), max_loss = None))]
+fn search(
+    py: Python<'_>,
+    model_json: &str,
+    question_json: &str,
+    losses: Vec<(usize, f64)>,
+    max_loss: Option<f64>,
+) -> PyResult<String> {
+    run(py, || {
+        let shape = Shape::of_model(&Model::from_description(model_json)?);
+        let asked = Question::from_json(question_json)?;
+        let rates = asked.rates.as_ref();
+        to_json(&plan::search(&shape, &asked.setting(), &asked.step(), rates, &losses, max_loss)?)
+    })
+}
+
+type Choices<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<f64>>, Bound<'py, PyArray1<f64>>);
+
+/// A model and a policy, made ready.
+#[pyclass(frozen, module = "ridgefill._core")]
+struct Planner {
+    inner: plan::Planner,
+}
+
+#[pymethods]
+impl Planner {
+    #[new]
+    fn new(py: Python<'_>, model_json: &str, policy_json: &str) -> PyResult<Self> {
+        run(py, || {
+            let shape = Shape::of_model(&Model::from_description(model_json)?);
+            plan::Planner::new(&shape, Policy::from_json(policy_json)?)
+        })
+        .map(|inner| Self { inner })
+    }
+
+    /// The same for a shape, as `prefill_cost` takes it.
+    #[staticmethod]
+    fn from_shape(py: Python<'_>, shape_json: &str, policy_json: &str) -> PyResult<Self> {
+        run(py, || plan::Planner::new(&Shape::from_json(shape_json)?, Policy::from_json(policy_json)?))
+            .map(|inner| Self { inner })
+    }
+
+    /// (tier, split, tail, loss) of each candidate; `exact` first.
+    #[getter]
+    fn candidates(&self) -> Vec<(String, Option<usize>, u64, Option<f64>)> {
+        let candidates = self.inner.candidates().iter();
+        candidates.map(|one| (one.tier.to_string(), one.split, one.tail, one.loss_nats)).collect()
+    }
+
+    /// Returns the plan for one request as JSON.
+    fn plan(&self, py: Python<'_>, request_json: &str) -> PyResult<String> {
+        run(py, || to_json(&self.inner.plan(&Request::from_json(request_json)?)?))
+    }
+
+    /// Returns (candidate, TTFT, exact TTFT) for each request of a trace.
+    #[pyo3(signature = (prompt_tokens, *, cached_tokens = None, output_tokens = None, sensitivity = None, ttft_target_s = None))]
+    fn plan_trace<'py>(
+        &self,
+        py: Python<'py>,
+        prompt_tokens: PyReadonlyArray1<'py, i64>,
+        cached_tokens: Option<PyReadonlyArray1<'py, i64>>,
+        output_tokens: Option<PyReadonlyArray1<'py, i64>>,
+        sensitivity: Option<PyReadonlyArray1<'py, u8>>,
+        ttft_target_s: Option<PyReadonlyArray1<'py, f64>>,
+    ) -> PyResult<Choices<'py>> {
+        let trace = Trace {
+            prompt_tokens: slice("prompt_tokens", &prompt_tokens)?,
+            cached_tokens: cached_tokens.as_ref().map(|array| slice("cached_tokens", array)).transpose()?,
+            output_tokens: output_tokens.as_ref().map(|array| slice("output_tokens", array)).transpose()?,
+            sensitivity: sensitivity.as_ref().map(|array| slice("sensitivity", array)).transpose()?,
+            ttft_target_s: ttft_target_s.as_ref().map(|array| slice("ttft_target_s", array)).transpose()?,
+        };
+        let choices = run(py, || self.inner.choose_all(&trace))?;
+        Ok((
+            PyArray1::from_vec(py, choices.candidate),
+            PyArray1::from_vec(py, choices.ttft_s),
+            PyArray1::from_vec(py, choices.exact_ttft_s),
+        ))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Planner({} candidates)", self.inner.candidates().len())
+    }
+}
+
+/// Returns an array's elements where they lie.
+fn slice<'a, T: numpy::Element>(name: &str, array: &'a PyReadonlyArray1<'_, T>) -> PyResult<&'a [T]> {
+    array
+        .as_slice()
+        .map_err(|_| PyValueError::new_err(format!("{name} is not contiguous; pass numpy.ascontiguousarray(...)")))
+}
+
 /// The compiled core of RidgeFill.
 #[pymodule]
 mod _core {
@@ -346,8 +517,9 @@ mod _core {
 
     #[pymodule_export]
     use super::{
-        Decision, MapFile, PrefillCost, TensorInfo, compare_fingerprints, decide, first_needed_row, prefill_cost,
-        write_map_file,
+        Decision, MapFile, Planner, PrefillCost, TensorInfo, check_rates, check_schedule, compare_fingerprints, decide,
+        describe_model, device_rates, first_needed_row, known_model_types, layer_schedule, model_figures, predict,
+        prefill_cost, search, write_map_file,
     };
 
     #[pymodule_init]

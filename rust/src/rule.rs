@@ -1,5 +1,7 @@
 //! The decision rule: which rows of one step are filled. Pure; every backend calls this one function.
 
+use std::fmt;
+
 use crate::error::{Error, Fault, Result};
 
 /// One forward call of a prefill. Positions are absolute; all counts are rows.
@@ -24,14 +26,41 @@ pub struct Step {
 }
 
 /// The spans of one step: `[cached, fill_start)` exact, `[fill_start, fill_end)` filled, `[fill_end, step_end)` exact.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Decision {
     pub fill_start: u64,
     pub fill_end: u64,
     pub step_end: u64,
-    /// "fill", or in words why the step is exact.
-    pub reason: String,
+    pub reason: Reason,
+}
+
+/// Why a step is filled or exact; `Display` says it in words. (No text is made until one is asked for: the planner
+/// decides a million times a second.)
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)] // the fields are the numbers that the text shows
+pub enum Reason {
+    Fill,
+    NoRows,
+    AllHead { head: u64 },
+    NoBulk { after_head: u64, kept: u64 },
+    UnderTile { rows: u64, tile: u64 },
+    UnderMinBulk { rows: u64, min_bulk: u64 },
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fill => write!(f, "fill"),
+            Self::NoRows => write!(f, "the step has no rows"),
+            Self::AllHead { head } => write!(f, "every row of the step is one of the {head} head rows"),
+            Self::NoBulk { after_head, kept } => {
+                write!(f, "no bulk rows: of the step's {after_head} rows after the head, {kept} or more stay exact")
+            }
+            Self::UnderTile { rows, tile } => write!(f, "{rows} bulk rows are fewer than one tile of {tile}"),
+            Self::UnderMinBulk { rows, min_bulk } => write!(f, "{rows} bulk rows are fewer than min_bulk={min_bulk}"),
+        }
+    }
 }
 
 impl Decision {
@@ -66,20 +95,19 @@ pub fn decide(step: &Step) -> Result<Decision> {
     let room = step_end.saturating_sub(kept).saturating_sub(start);
     let rows = room - room % tile;
     let reason = if rows > 0 && rows >= min_bulk {
-        "fill".to_owned()
+        Reason::Fill
     } else if step_tokens == 0 {
-        "the step has no rows".to_owned()
+        Reason::NoRows
     } else if start == step_end {
-        format!("every row of the step is one of the {head} head rows")
+        Reason::AllHead { head }
     } else if room == 0 {
-        let after_head = step_end - start;
-        format!("no bulk rows: of the step's {after_head} rows after the head, {kept} or more stay exact")
+        Reason::NoBulk { after_head: step_end - start, kept }
     } else if rows == 0 {
-        format!("{room} bulk rows are fewer than one tile of {tile}")
+        Reason::UnderTile { rows: room, tile }
     } else {
-        format!("{rows} bulk rows are fewer than min_bulk={min_bulk}")
+        Reason::UnderMinBulk { rows, min_bulk }
     };
-    let fill_end = if reason == "fill" { start + rows } else { start };
+    let fill_end = if reason == Reason::Fill { start + rows } else { start };
     Ok(Decision { fill_start: start, fill_end, step_end, reason })
 }
 
@@ -129,7 +157,7 @@ mod tests {
         fn filled_rows_keep_every_promise(step in step()) {
             let decision = decide(&step).unwrap();
             let rows = decision.rows_filled();
-            prop_assert_eq!(decision.reason == "fill", rows > 0);
+            prop_assert_eq!(decision.reason == Reason::Fill, rows > 0);
             if rows > 0 {
                 prop_assert!(rows >= step.min_bulk);
                 prop_assert_eq!(rows % step.tile, 0);
