@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgefill import caches
 from ridgefill.errors import AttachError, UnsupportedModelError
-from ridgefill.scorers import EXACT_LAYERS, AttentionScorer, QueryReader, RowScorer, TailView, choose_rows
+from ridgefill.scorers import EXACT_LAYERS, AttentionScorer, QueryReader, RowScorer, TailView, choose_rows, rank
 from ridgefill.writers import generic_writer, probe_layers
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def run_rows(
         visible = kept if visible is None else visible & kept
     outputs = []
     # Ascending: a block sees the blocks before it, and never a later one.
-    for block, hidden in zip(rows.split(_BLOCK_ROWS, dim=1), stream.split(_BLOCK_ROWS, dim=1), strict=True):
+    blocks = zip(torch.split(rows, _BLOCK_ROWS, dim=1), torch.split(stream, _BLOCK_ROWS, dim=1), strict=True)
+    for block, hidden in blocks:
         cache = _RowsCache(step, bulk, block, layout.num_layers - 1)
         for layer_idx in layers:
             kwargs = _take_kwargs(bulk.kwargs_for(settings.writers[layer_idx]), block - bulk.first_row)
@@ -238,7 +239,7 @@ class Selection:
         started = time.perf_counter()
         view = TailView(self.step, tail_stream, self.seen, self.choice.readers, gate.maps)
         count = math.ceil(gate.share * view.bulk_rows)
-        rankings = gate.scorer(view)
+        rankings = rank(gate.scorer, view)
         if self._running is None:
             rows = self.step.fill_start + choose_rows(rankings, count)
             stream = _take(self.bulk.stream, rows - self.bulk.first_row, -2)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ridgefill.errors import UnsupportedModelError
+from ridgefill.errors import RidgeFillError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,21 @@ class TailView:
         before = (cached.keys[..., :fill_end, :], cached.values[..., :fill_end, :])
         queries = self._readers[layer_idx].read(block_input, layer_kwargs, before)
         return largest_log_attention(queries, self._step.fill_start, fill_end, self._step.padding, last_queries)
+
+
+def rank(scorer: RowScorer, tail: TailView) -> list[Ranking]:
+    """What a scorer says of the bulk's rows, checked.
+
+    Raises:
+        RidgeFillError: it gave no ranking, or scores of another shape, or NaN.
+    """
+    rankings = list(scorer(tail))
+    expected = (tail.batch, tail.bulk_rows)
+    found = [tuple(r.scores.shape) for r in rankings if tuple(r.scores.shape) != expected or r.scores.isnan().any()]
+    if found or not rankings:
+        what = f"scores {found[0]}, or NaN among them" if found else "no ranking"
+        raise RidgeFillError(f"the scorer {scorer!r} gave {what}; expected scores [batch, bulk] = {list(expected)}")
+    return rankings
 
 
 @dataclass(frozen=True)
@@ -236,10 +251,10 @@ def largest_log_attention(
     """
     import torch
 
-    batch, heads, tail, _ = queries.query.shape
+    batch, heads, tail, width = queries.query.shape
     kv_heads, columns = queries.key.shape[1:3]
     group = heads // kv_heads
-    grouped = (queries.query * queries.scaling).unflatten(1, (kv_heads, group))  # [batch, kv, group, tail, d]
+    grouped = (queries.query * queries.scaling).reshape(batch, kv_heads, group, tail, width)
     keys = queries.key.transpose(-1, -2)  # [batch, kv, d, columns]
     later = torch.ones(tail, columns - fill_end, dtype=torch.bool, device=keys.device).triu(1)  # a tail row's future
     pads = None if padding is None else ~padding[:, None, None, None, :columns].bool()
@@ -251,7 +266,7 @@ def largest_log_attention(
         for start in range(first, end, step):
             rows = slice(start, min(start + step, end))
             logits = (grouped[..., rows, :].flatten(2, 3) @ keys).float()  # [batch, kv, group * rows, columns]
-            logits = logits.unflatten(2, (group, -1))
+            logits = logits.view(batch, kv_heads, group, -1, columns)
             logits[..., fill_end:].masked_fill_(later[rows], -torch.inf)
             if pads is not None:
                 logits.masked_fill_(pads, -torch.inf)

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import ridgefill
 from ridgefill import rows, scorers
-from ridgefill.errors import AttachError, MapSchemaError, UnsupportedModelError
+from ridgefill.errors import AttachError, MapSchemaError, RidgeFillError, UnsupportedModelError
 from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.maps import RidgeMaps
 from ridgefill.scorers import (
@@ -263,18 +263,28 @@ def test_rows_that_stop_at_a_gate_are_filled_by_its_own_maps(family_model: nn.Mo
 # --- what can go wrong ---------------------------------------------------------------------------------------------
 
 
-def test_an_exception_while_rows_run_leaves_cache_and_thread_as_they_were() -> None:
+def fails(tail: TailView) -> list[Ranking]:
+    raise RidgeFillError("a scorer of the caller's own failed")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "words"),
+    [
+        (fails, "of the caller's own"),
+        (lambda tail: [], "gave no ranking"),
+        (lambda tail: [Ranking(torch.zeros(1, 3))], r"gave scores \(1, 3\).* \[1, 164\]"),
+        (lambda tail: [Ranking(torch.full((1, tail.bulk_rows), torch.nan))], "NaN"),
+    ],
+    ids=["raises", "nothing", "shape", "nan"],
+)
+def test_a_scorer_that_fails_leaves_cache_and_thread_as_they_were(scorer: Any, words: str) -> None:
     model, ids = tiny_model("llama"), prompt(ROWS)
     stock = call(model, ids)
-
-    def broken(tail: TailView) -> list[Ranking]:
-        raise RuntimeError("a scorer of the caller's own failed")
-
     cache = DynamicCache()
     call(model, ids[:, :40], None, cache)
-    with ridgefill.attach(model, random_maps(model), tier="quality", scorer=broken, **SETTINGS) as attachment:
-        with pytest.raises(RuntimeError, match="of the caller's own"):
-            call(model, ids[:, :], None, cache)
+    with ridgefill.attach(model, random_maps(model), tier="quality", scorer=scorer, **SETTINGS) as attachment:
+        with pytest.raises(RidgeFillError, match=words):
+            call(model, prompt(196), None, cache)  # 164 bulk rows: the head is cached
         assert rows.WAITING.selection is None
         assert {layer.get_seq_length() for layer in cache.layers} == {40}
         assert attachment.status()["rows_filled"] == 0
