@@ -77,6 +77,15 @@ def test_a_symbolic_link_is_followed_and_stays(tmp_path: Path) -> None:
     assert value_of(target) == 2
 
 
+def test_a_link_to_a_file_that_is_not_there_yet_stays_too(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(Path("store") / "real")
+    write(link, 3)
+    assert link.is_symlink()
+    assert value_of(tmp_path / "store" / "real") == 3
+
+
 def test_a_relative_path_and_a_name_of_255_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("maps.safetensors", "n" * 255):

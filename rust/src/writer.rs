@@ -122,7 +122,11 @@ fn resolve(path: &Path) -> Result<PathBuf> {
     match fs::metadata(path) {
         Ok(status) if !status.is_file() => Err(Fault::NotRegular { found: file_type(status.file_type()) }.into()),
         Ok(_) => Ok(fs::canonicalize(path)?),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(path.to_owned()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match fs::read_link(path) {
+            // A link to a file that is not there yet: relative to the link's own folder.
+            Ok(target) => resolve(&path.parent().unwrap_or(Path::new("")).join(target)),
+            Err(_) => Ok(path.to_owned()),
+        },
         Err(error) => Err(error.into()),
     }
 }
