@@ -313,8 +313,8 @@ def predict(model_json: str, question_json: str) -> str:
 
     Args:
         model_json: A model's description.
-        question_json: ``{"prompt_tokens", "split", ...}``: also cached_tokens, output_tokens, tail, head, min_bulk, tile,
-            features, fused_rank, selected_share, chunk_tokens, element_bytes, map_element_bytes, rates.
+        question_json: ``{"prompt_tokens", "split", ...}``: also cached_tokens, output_tokens, tail, head, min_bulk,
+            tile, features, fused_rank, selected_share, chunk_tokens, element_bytes, map_element_bytes, rates.
 
     Raises:
         ScheduleError: The description or the question makes no sense.
@@ -345,8 +345,8 @@ class Planner:
 
     Args:
         model_json: A model's description.
-        policy_json: ``{"loss_budget_nats", "rates", "maps": [{"split", "features", "fused_rank", "gates": [{"tier", "dnll",
-            "tail", "share"}]}], "memory_budget_bytes", "tail", "head", "min_bulk", "tile", "chunk_tokens",
+        policy_json: ``{"loss_budget_nats", "rates", "maps": [{"split", "features", "fused_rank", "gates": [{"tier",
+            "dnll", "tail", "share"}]}], "memory_budget_bytes", "tail", "head", "min_bulk", "tile", "chunk_tokens",
             "element_bytes", "map_element_bytes"}``; all but the first may be left out. Without rates, operations
             stand for seconds.
 
@@ -394,8 +394,8 @@ class Planner:
             ttft_target_s: ``[n]``, NaN for none; None for none.
 
         Returns:
-            Indices into ``candidates`` (-1 where no plan fits the memory budget), predicted TTFTs in seconds (NaN there),
-            and the TTFTs with every row exact.
+            Indices into ``candidates`` (-1 where no plan fits the memory budget), predicted TTFTs in seconds (NaN
+            there), and the TTFTs with every row exact.
 
         Raises:
             PlanError: A request makes no sense; the message names its index.
