@@ -109,7 +109,7 @@ pub struct Attention {
     /// The layer whose cache this one reads instead of writing its own; then it has no k and v projections.
     #[serde(default)]
     pub shared_from: Option<usize>,
-    /// Whether keys are normed per head, so that their scale does not matter.
+    /// Whether keys are normed after their projection, so that a row's scale does not matter to them.
     #[serde(default)]
     pub k_norm: bool,
     /// Whether one matrix holds the q, k and v projections.

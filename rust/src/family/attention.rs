@@ -39,6 +39,11 @@ fn same(base: &Base, attention: Attention) -> impl Iterator<Item = Attention> {
 
 /// llama, granite.
 pub(super) fn llama(config: &Config<'_>, base: &Base) -> Result<Model> {
+    let heads = base.num_attention_heads;
+    if !config.is_set("head_dim") && !base.hidden_size.is_multiple_of(heads) {
+        let expected = format!("a multiple of num_attention_heads, which is {heads}, as head_dim is not given");
+        return Err(config.conflict("hidden_size", base.hidden_size.to_string(), expected));
+    }
     let bias = config.flag("attention_bias", false)?;
     let attention = base.attention(None).with_qkv_bias(bias).with_output_bias(bias, base.hidden_size);
     Ok(uniform(base, same(base, attention), &base.dense(config.flag("mlp_bias", false)?), 2))

@@ -18,7 +18,7 @@ struct Family {
     num_attention_heads: u64,
     /// None: as many as query heads.
     num_key_value_heads: Option<u64>,
-    /// None: hidden_size / num_attention_heads.
+    /// None: hidden_size / num_attention_heads, rounded down.
     head_dim: Option<u64>,
     vocab_size: u64,
     max_position_embeddings: u64,
@@ -292,14 +292,12 @@ impl Base {
                 format!("{kv_heads}{}", if config.get("num_key_value_heads").is_some() { "" } else { " by default" });
             return Err(config.conflict("num_key_value_heads", found, expected));
         }
-        let head_dim = match config.optional("head_dim", family.head_dim)? {
-            Some(head_dim) => head_dim,
-            None if hidden_size.is_multiple_of(heads) => hidden_size / heads,
-            None => {
-                let expected = format!("a multiple of num_attention_heads, which is {heads}, as head_dim is not given");
-                return Err(config.conflict("hidden_size", hidden_size.to_string(), expected));
-            }
-        };
+        // Rounded down, as the classes do: glm4_moe's own defaults are 4096 / 96.
+        let head_dim = config.optional("head_dim", family.head_dim)?.unwrap_or(hidden_size / heads);
+        if head_dim == 0 {
+            let expected = format!("at least num_attention_heads, which is {heads}, as head_dim is not given");
+            return Err(config.conflict("hidden_size", hidden_size.to_string(), expected));
+        }
         Ok(Self {
             model_type: model_type.to_owned(),
             hidden_size,
