@@ -329,7 +329,7 @@ def test_a_wrappers_text_part_is_what_is_described(model_type: str) -> None:
     assert described(tied)["tied_embeddings"] is not alone["tied_embeddings"]
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def test_real_weights_have_as_many_elements(name: str) -> None:
     folder = Path(model_folder(name))
     elements = 0
