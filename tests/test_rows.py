@@ -146,8 +146,9 @@ def test_the_queries_read_are_the_ones_that_the_model_attends_with(family_model:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "left-padded"])
 @pytest.mark.parametrize("turns", [1, 2])
-@pytest.mark.parametrize("plain", [False, True], ids=["by-config", "plain"])
-@pytest.mark.parametrize("scorer", [None, RandomScorer(3)], ids=["attention", "random"])
+@pytest.mark.parametrize(
+    ("plain", "scorer"), [(False, None), (True, RandomScorer(3))], ids=["by-config-attention", "plain-random"]
+)
 def test_plumb_with_any_selection_is_stock(
     monkeypatch: pytest.MonkeyPatch, family_model: nn.Module, padded: bool, turns: int, plain: bool, scorer: Any
 ) -> None:
