@@ -83,7 +83,7 @@ pub enum Fault {
     // The fingerprint.
     Mismatch { field: &'static str, found: String, expected: String },
     // A model's config or the description of its layers.
-    Config { field: String, found: String, expected: String },
+    Config { field: Box<str>, found: Box<str>, expected: Box<str> }, // Strings would grow every Result
     UnknownModelType { found: String, known: Vec<&'static str> },
     // The rule and the cost.
     Schedule { what: String },

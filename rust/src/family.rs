@@ -520,7 +520,7 @@ fn yes() -> bool {
 }
 
 fn refuse(field: impl Into<String>, found: String, expected: String) -> Error {
-    Fault::Config { field: field.into(), found, expected }.into()
+    Fault::Config { field: field.into().into_boxed_str(), found: found.into(), expected: expected.into() }.into()
 }
 
 #[cfg(test)]

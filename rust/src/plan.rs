@@ -379,7 +379,7 @@ impl Request {
     /// Refuses what no prompt is.
     fn check(&self) -> Result<()> {
         let Self { prompt_tokens, cached_tokens, output_tokens, ttft_target_s, .. } = *self;
-        if prompt_tokens < 1 || prompt_tokens > MAX_TOKENS {
+        if !(1..=MAX_TOKENS).contains(&prompt_tokens) {
             return Err(refuse(format!("prompt_tokens is {prompt_tokens}; expected 1 to {MAX_TOKENS}")));
         }
         if cached_tokens >= prompt_tokens {
@@ -532,7 +532,8 @@ impl Planner {
         let exact = self.assess(&self.candidates[0], request)?;
         let better = |a: (f64, f64), b: (f64, f64)| a.0 < b.0 || (a.0 == b.0 && a.1 < b.1);
         // (time, loss) and (loss, time), each with its candidate.
-        let (mut fastest, mut least): (Option<(f64, f64, usize)>, Option<(f64, f64, usize)>) = (None, None);
+        let mut fastest: Option<(f64, f64, usize)> = None;
+        let mut least: Option<(f64, f64, usize)> = None;
         let target = request.deciding_target();
         let mut fills = 0;
         let (budget, accuracy) = (request.budget(&self.policy), request.sensitivity == Sensitivity::Accuracy);
