@@ -338,7 +338,7 @@ class BulkPrefill:
         if selection is not None:
             if selection.rows is None:
                 raise RidgeFillError("the tail passed no gate, so no row was selected and there is nothing to score")
-            rows_filled -= selection.rows.shape[1]
+            rows_filled = 0 if selection.choice.drop_unselected else rows_filled - selection.rows.shape[1]
         return score_tail(stock, logits, self._ids, rows_filled=rows_filled)
 
     @contextmanager
