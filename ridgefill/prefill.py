@@ -12,6 +12,7 @@ block inputs (tier ``plumb``) the construction is exact.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -124,11 +125,26 @@ class Bulk:
     true_inputs: dict[int, torch.Tensor] | None
     window_rows: dict[int, WindowRows] = field(default_factory=dict)
 
-    def kwargs_for(self, writer: LayerWriter) -> dict[str, Any]:
-        """The keyword arguments of a late layer: the split layer's, with the layer's own rotary tables."""
-        if writer.rotary_call is None:
-            return self.layer_kwargs
-        return {**self.layer_kwargs, "position_embeddings": self.rotary_outputs[writer.rotary_call]}
+    def kwargs_for(self, writer: LayerWriter, take: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[str, Any]:
+        """A late layer's keyword arguments for some rows: the split layer's, with the layer's own rotary tables.
+
+        ``take(tensor, dim)`` cuts the rows out of position ids ``[..., rows]`` (dim -1) and tables ``[..., rows, dim]``
+        (dim -2).
+        """
+        import torch
+
+        cut = dict(self.layer_kwargs)
+        position_ids = cut.get("position_ids")
+        if isinstance(position_ids, torch.Tensor) and position_ids.shape[-1] == self.stream.shape[1]:
+            cut["position_ids"] = take(position_ids, -1)
+        tables = cut.get("position_embeddings")
+        if writer.rotary_call is not None:
+            tables = self.rotary_outputs[writer.rotary_call]
+        if isinstance(tables, torch.Tensor):
+            cut["position_embeddings"] = take(tables, -2)
+        elif tables is not None:
+            cut["position_embeddings"] = tuple(take(table, -2) for table in tables)
+        return cut
 
 
 def fill(settings: FillSettings, step: Step) -> Bulk:
@@ -215,7 +231,6 @@ def _write_late_layer(settings: FillSettings, step: Step, bulk: Bulk, layer_idx:
     from ridgefill import _core
 
     writer = settings.writers[layer_idx]
-    layer_kwargs = bulk.kwargs_for(writer)
     stream = bulk.stream if bulk.true_inputs is None else bulk.true_inputs[layer_idx]
     head_cache = bulk.head_cache
     window = caches.window_of(step.cache, settings.layout, layer_idx)
@@ -230,11 +245,12 @@ def _write_late_layer(settings: FillSettings, step: Step, bulk: Bulk, layer_idx:
         keys.append(head_cache.layers[layer_idx].keys)
         values.append(head_cache.layers[layer_idx].values)
     for start in range(first_predicted, step.fill_end, FILL_BLOCK_ROWS):
-        rows = slice(start - bulk.first_row, min(start + FILL_BLOCK_ROWS, step.fill_end) - bulk.first_row)
-        block_input = stream[:, rows]  # [batch, block, d]
+        first, count = start - bulk.first_row, min(FILL_BLOCK_ROWS, step.fill_end - start)
+        take = functools.partial(torch.narrow, start=first, length=count)
+        block_input = take(stream, 1)  # [batch, block, d]
         if predictor is not None:
             block_input = predictor.predict(block_input)
-        block_keys, block_values = writer.write(block_input, _cut_rows(layer_kwargs, rows, stream.shape[1]))
+        block_keys, block_values = writer.write(block_input, bulk.kwargs_for(writer, take))
         keys.append(block_keys)
         values.append(block_values)
     new_keys, new_values = torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
@@ -257,22 +273,6 @@ def _window_rows(step: Step, layer_idx: int, keys: torch.Tensor, values: torch.T
         before_keys, before_values = caches.kept_rows(step.cache, layer_idx)
         keys, values = torch.cat([before_keys, keys], dim=-2), torch.cat([before_values, values], dim=-2)
     return WindowRows(step.fill_end - keys.shape[-2], keys, values)
-
-
-def _cut_rows(layer_kwargs: dict[str, Any], rows: slice, total_rows: int) -> dict[str, Any]:
-    """A layer's keyword arguments for some rows: position ids ``[..., rows]``, rotary tables ``[..., rows, dim]``."""
-    import torch
-
-    cut = dict(layer_kwargs)
-    position_ids = cut.get("position_ids")
-    if isinstance(position_ids, torch.Tensor) and position_ids.shape[-1] == total_rows:
-        cut["position_ids"] = position_ids[..., rows]
-    tables = cut.get("position_embeddings")
-    if isinstance(tables, torch.Tensor):
-        cut["position_embeddings"] = tables[..., rows, :]
-    elif tables is not None:
-        cut["position_embeddings"] = tuple(table[..., rows, :] for table in tables)
-    return cut
 
 
 def _true_block_inputs(settings: FillSettings, step: Step, first_row: int) -> dict[int, torch.Tensor]:

@@ -9,6 +9,7 @@ pre-hooks inside the tail's stock forward: nothing here knows how the tail runs.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -101,8 +102,9 @@ def run_rows(
     blocks = zip(torch.split(rows, _BLOCK_ROWS, dim=1), torch.split(stream, _BLOCK_ROWS, dim=1), strict=True)
     for block, hidden in blocks:
         cache = _RowsCache(step, bulk, block, layout.num_layers - 1)
+        take = functools.partial(_take, block - bulk.first_row)
         for layer_idx in layers:
-            kwargs = _take_kwargs(bulk.kwargs_for(settings.writers[layer_idx]), block - bulk.first_row)
+            kwargs = bulk.kwargs_for(settings.writers[layer_idx], take)
             columns = range(cache.first_row(layer_idx), step.fill_end)
             kwargs["attention_mask"] = _row_mask(layout, layer_idx, columns, block, visible, hidden.dtype)
             kwargs[layout.cache_argument] = cache
@@ -125,11 +127,11 @@ def predict_rows(
         writer = settings.writers[layer_idx]
         # The gate's own layer needs no map: its block input is the stream.
         block_input = stream if layer_idx == gate.split else gate.maps[layer_idx].predict(stream)
-        kwargs = _take_kwargs(bulk.kwargs_for(writer), rows - bulk.first_row)
+        kwargs = bulk.kwargs_for(writer, functools.partial(_take, rows - bulk.first_row))
         cache.update(*writer.write(block_input, kwargs), layer_idx)
 
 
-def _take(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+def _take(index: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Rows ``index`` ``[batch, count]`` of a tensor whose rows are at ``dim`` (-1 or -2), with or without a batch."""
     import torch
 
@@ -141,21 +143,6 @@ def _take(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
     sequence = torch.arange(len(index), device=tensor.device).unsqueeze(1)
     tensor = tensor.expand(shape)
     return tensor[..., sequence, index] if dim == -1 else tensor[..., sequence, index, :]
-
-
-def _take_kwargs(layer_kwargs: dict[str, Any], index: torch.Tensor) -> dict[str, Any]:
-    """A layer's keyword arguments for chosen rows: position ids and rotary tables."""
-    import torch
-
-    taken = dict(layer_kwargs)
-    if isinstance(position_ids := taken.get("position_ids"), torch.Tensor):
-        taken["position_ids"] = _take(position_ids, index, -1)
-    tables = taken.get("position_embeddings")
-    if isinstance(tables, torch.Tensor):
-        taken["position_embeddings"] = _take(tables, index, -2)
-    elif tables is not None:
-        taken["position_embeddings"] = tuple(_take(table, index, -2) for table in tables)
-    return taken
 
 
 def _row_mask(
@@ -242,16 +229,16 @@ class Selection:
         rankings = rank(gate.scorer, view)
         if self._running is None:
             rows = self.step.fill_start + choose_rows(rankings, count)
-            stream = _take(self.bulk.stream, rows - self.bulk.first_row, -2)
+            stream = _take(rows - self.bulk.first_row, self.bulk.stream, -2)
         else:
             running, stream = self._running
             index = choose_rows([r.among(running - self.step.fill_start) for r in rankings], count)
             stopping = torch.ones_like(running, dtype=torch.bool).scatter_(1, index, False)
             stopping = stopping.nonzero()[:, 1].view(len(running), -1)
             if stopping.shape[1] and gate.maps:
-                stopped, at_stop = _take(running, stopping, -1), _take(stream, stopping, -2)
+                stopped, at_stop = _take(stopping, running, -1), _take(stopping, stream, -2)
                 predict_rows(self.settings, self.step, self.bulk, stopped, at_stop, gate)
-            rows, stream = _take(running, index, -1), _take(stream, index, -2)
+            rows, stream = _take(index, running, -1), _take(index, stream, -2)
         scored = time.perf_counter()
         self.chosen[gate.split] = rows
         end = self.settings.layout.num_layers if self.next_gate is None else self.next_gate.split
