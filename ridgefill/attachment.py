@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from ridgefill import _core, caches, prefill, rows
 from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
-from ridgefill.errors import AlreadyAttachedError, AttachError
+from ridgefill.errors import AlreadyAttachedError, AttachError, FitError
+from ridgefill.features import STREAM, Features
+from ridgefill.fused import fused_maps
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, model_shape
-from ridgefill.maps import FEATURES, RidgeMaps, SplitMaps
+from ridgefill.maps import RidgeMaps, SplitMaps
 from ridgefill.scorers import RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
 from ridgefill.writers import late_layer_writers
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 TIERS = ("auto", "exact", "quality", "speed", "plumb")
+FORMS = ("auto", "fused", "two-step")
 _HISTORY_CALLS = 256
 # The part of the bulk that runs exactly in tier quality (design section 3).
 _DEFAULT_SHARE = 0.1
@@ -72,6 +75,7 @@ class Attachment:
     resident: list[dict[int, ResidentMap]]  # the maps of every gate, on the model's devices
     signature: Signature
     model: weakref.ref[nn.Module]
+    form_reason: str = ""
     selection: rows.SelectionSettings | None = None
     planner: _core.Planner | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
@@ -122,13 +126,20 @@ class Attachment:
                 "min_bulk": self.rule.min_bulk,
                 **last,
                 "maps": self.maps_path,
-                "map_bytes": sum(m.nbytes for maps in self.resident for m in maps.values()),
+                "form": "two-step" if self.settings.fused is None else "fused",
+                "form_reason": self.form_reason,
+                "map_bytes": self._map_bytes(),
                 "tokenizer": self.tokenizer,
                 "writers": {i: w.name for i, w in writers},
                 "writer_reasons": sorted({w.reason for _, w in writers if w.name != "direct"}),
                 "warnings": list(self.warnings),
                 "counters": dict(self.counters),
             }
+
+    def _map_bytes(self) -> int:
+        fused = self.settings.fused
+        two_step = sum(m.nbytes for maps in self.resident for m in maps.values())
+        return two_step + (0 if fused is None else fused.nbytes)
 
     # What the hooks call.
 
@@ -160,7 +171,7 @@ class Attachment:
             return None
         arguments = self.signature.bind(args, kwargs)
         step, reason = prepare(model, self.settings.layout, self.rule, self.signature, arguments)
-        if step is not None and (moved := misplaced(self.resident, self.settings.layout)):
+        if step is not None and (moved := misplaced(self.resident, self.settings.fused, self.settings.layout)):
             step, reason = None, moved
         if step is None:
             self._run_exact(reason, log=True)
@@ -260,6 +271,11 @@ class Attachment:
             _log.warning("a long prefill runs stock: %s", reason)
 
 
+def is_attached(model: nn.Module) -> bool:
+    """Whether maps are attached to this very module."""
+    return model in _ATTACHED
+
+
 def attach(
     model: nn.Module,
     maps: RidgeMaps | str | os.PathLike[str],
@@ -274,6 +290,7 @@ def attach(
     share: float | None = None,
     gates: Mapping[int, float] | None = None,
     scorer: RowScorer | None = None,
+    form: str = "auto",
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
 
@@ -298,6 +315,9 @@ def attach(
         gates: instead of ``share``, several layers at which the tail chooses anew which part of the bulk runs on,
             ``{10: 0.3, 15: 0.1}``: the lowest is the split, and the file has maps for each.
         scorer: what ranks the bulk's rows; None: the tail's attention (`ridgefill.scorers.AttentionScorer`).
+        form: how maps are applied. ``two-step`` predicts block inputs and lets each layer project them; ``fused`` takes
+            one product straight to keys and values (`ridgefill.fused`), where the model and the file allow it;
+            ``auto`` takes the fused form where it exists. ``status()`` says which runs, and why.
 
     Raises:
         MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
@@ -318,6 +338,8 @@ def attach(
             f"gates={dict(gates)}, share={share}, split={split} do not fit: gates name every share, and the lowest of "
             "them is the split"
         )
+    if form not in FORMS:
+        raise AttachError(f"unknown form {form!r}; known: {', '.join(FORMS)}")
     if tier == "quality" and gates is None and share is None:
         share = _DEFAULT_SHARE
     with _ATTACH_LOCK:
@@ -331,10 +353,24 @@ def attach(
         ]
         split_maps = loaded.at(min(gates) if gates else split)
         gate_maps = [loaded.at(gate) for gate in sorted(gates)] if gates else [split_maps]
-        for checked in gate_maps:
-            _check_usable(checked, layout)
+        features = [_check_usable(checked, layout) for checked in gate_maps]
+        for later, read in zip(gate_maps[1:], features[1:], strict=True):
+            if not read.stream_only:
+                raise AttachError(
+                    f"gate {later.split}: its maps read {list(read.names)}, and of rows that stop at a gate only their "
+                    "own stream is known; fit this split with the stream alone"
+                )
         writers, rotary_modules = late_layer_writers(layout, split_maps.split)
+        fused, form_reason = None, f"form={form!r} was asked for"
+        if tier == "plumb":
+            form_reason = "tier plumb writes the true block inputs"
+        elif form != "two-step":
+            fused, form_reason = fused_maps(split_maps, layout, writers)
+            if form == "fused" and fused is None:
+                raise AttachError(f"split {split_maps.split} has no fused form: {form_reason}")
         resident = [{} if tier == "plumb" else resident_maps(at_gate, layout) for at_gate in gate_maps]
+        if fused is not None and not (tier == "quality" or gates):
+            resident = [{}]  # nothing reads the two-step maps
         selection = None
         if shares := gates or ({} if share is None else {split_maps.split: share}):
             chosen = [
@@ -342,7 +378,7 @@ def attach(
                 for at, maps_there in zip(sorted(shares), resident, strict=True)
             ]
             selection = rows.selection_settings(layout, chosen)
-        rule = FillRule(tail=tail, head=head, min_bulk=min_bulk)
+        rule = FillRule(tail=tail, head=head, min_bulk=min_bulk, reach=features[0].reach)
         attachment = Attachment(
             tier=tier,
             rule=rule,
@@ -350,6 +386,8 @@ def attach(
                 layout=layout,
                 split=split_maps.split,
                 maps=resident[0],
+                features=features[0] if tier != "plumb" else STREAM,
+                fused=fused,
                 writers=writers,
                 rotary_modules=rotary_modules,
                 true_inputs=tier == "plumb",
@@ -361,6 +399,7 @@ def attach(
             resident=resident,
             signature=Signature.of(model),
             model=weakref.ref(model),
+            form_reason=form_reason,
             selection=selection,
             planner=_planner(model, loaded, split_maps, rule, loss_budget) if tier == "auto" else None,
         )
@@ -392,8 +431,11 @@ def _planner(
     return _core.Planner.from_shape(json.dumps(model_shape(model)), json.dumps(policy))
 
 
-def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> None:
+def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> Features:
     """Refuse maps that a valid file may hold and a fill cannot apply; anything less would fill wrongly in silence.
+
+    Returns:
+        What they read.
 
     Raises:
         AttachError: a late layer has no map, or the maps' features or target are not what the model's layers need.
@@ -401,17 +443,17 @@ def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> None:
     late = range(split_maps.split + 1, layout.num_layers)
     if missing := sorted(set(late) - set(split_maps.layers)):
         raise AttachError(f"split {split_maps.split}: the maps lack late layers {missing}; fit them again")
-    if split_maps.features != FEATURES:
-        raise AttachError(
-            f"split {split_maps.split}: the maps read features {list(split_maps.features)}; "
-            f"this version applies {list(FEATURES)}"
-        )
+    try:
+        features = Features.of(split_maps.features)
+    except FitError as error:
+        raise AttachError(f"split {split_maps.split}: this version cannot apply its maps: {error}") from error
     for layer in late:  # a raw block input serves every layer; a normalised one only a layer that normalises it anyway
         if split_maps.target not in ("raw", layout.target(layer)):
             raise AttachError(
                 f"split {split_maps.split}: the maps predict a {split_maps.target} block input, layer {layer} needs a "
                 f"{layout.target(layer)} one; fit them again"
             )
+    return features
 
 
 def _tokenizer_word(tokenizer: Any, maps: RidgeMaps) -> str:

@@ -56,10 +56,9 @@ class BlockInputs:
     layers above it and the language-model head never run.
     """
 
-    def __init__(self, layout: DecoderLayout, layers: Iterable[int], head: int) -> None:
+    def __init__(self, layout: DecoderLayout, layers: Iterable[int]) -> None:
         self._layout = layout
         self._layers = sorted(layers)
-        self._head = head
         self._handles: list[Any] = []
         self._seen: dict[int, torch.Tensor] = {}
 
@@ -89,14 +88,14 @@ class BlockInputs:
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]  # [1, tokens, d]
             # A copy: a layer may add to its residual in place.
-            self._seen[layer_idx] = hidden[0, self._head :].detach().clone()
+            self._seen[layer_idx] = hidden[0].detach().clone()
             if layer_idx == self._layers[-1]:
                 raise _Pass
 
         return see
 
     def run(self, ids: Sequence[int]) -> dict[int, torch.Tensor]:
-        """The block inputs of one window, by layer: ``[tokens - head, d]`` in the model's dtype, head rows left out.
+        """The block inputs of one window, by layer: ``[tokens, d]`` in the model's dtype.
 
         Raises:
             FitError: a layer was not reached, or its input is not finite.

@@ -21,11 +21,16 @@ _KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "use_c
 
 @dataclass(frozen=True)
 class FillRule:
-    """The numbers of the decision rule (rust/src/rule.rs), in tokens."""
+    """The numbers of the decision rule (rust/src/rule.rs), in tokens.
+
+    ``reach``: how many rows before a row the maps read; a continued cache does not have their streams, so as many of
+    the call's first rows run exactly.
+    """
 
     tail: int
     head: int
     min_bulk: int
+    reach: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def prepare(
         step_tokens=rows,
         n_ahead=0,
         tail=rule.tail,
-        head=rule.head + left_pads,
+        head=max(rule.head + left_pads, cached + rule.reach if cached else 0),
         min_bulk=rule.min_bulk,
         logits_to_keep=arguments["logits_to_keep"],
     )

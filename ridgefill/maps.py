@@ -12,8 +12,6 @@ from ridgefill.errors import MapSchemaError
 if TYPE_CHECKING:
     import torch
 
-# What this version's maps read: the split layer's residual stream.
-FEATURES = ("stream",)
 CREDIT = (
     "RidgeFill method by Dylan Johnston and tcclaviger, doi:10.5281/zenodo.23179168; "
     "independent implementation, see NOTICE"
@@ -29,27 +27,47 @@ class LayerMap:
         weight: ``[n_in, hidden_size]``, bf16 in files, input-major.
         bias: ``[hidden_size]``, float32.
         metrics: held-out figures by name, a float or a list of floats (quantiles).
+        key_gain: ``[num_key_value_heads]``, float32: what predicted keys are multiplied by (design 2.2); None: 1.
+        value_gain: the same of values.
+        scale_basis: ``[hidden_size, rank]``, bf16 in files: the predictions' principal directions in the calibration
+            rows' metric, from which a fused map takes their length (design 2.1).
+        scale_residual: ``[1]``, float32: the predictions' mean energy outside the basis.
     """
 
     layer: int
     weight: torch.Tensor
     bias: torch.Tensor
     metrics: dict[str, float | list[float]] = field(default_factory=dict)
+    key_gain: torch.Tensor | None = None
+    value_gain: torch.Tensor | None = None
+    scale_basis: torch.Tensor | None = None
+    scale_residual: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by their names in the file."""
+        names = ("weight", "bias", "key_gain", "value_gain", "scale_basis", "scale_residual")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class SplitMaps:
-    """The maps of one split layer, by late layer; layer ``split`` itself needs none."""
+    """The maps of one split layer, by late layer; layer ``split`` itself needs none.
+
+    ``features`` names what they read (`ridgefill.features.Features`); ``choice`` is how the fit chose features and
+    gains, with the held-out figures it chose by, or None.
+    """
 
     split: int
     layers: dict[int, LayerMap]
-    features: tuple[str, ...] = FEATURES
+    features: tuple[str, ...] = ("stream",)
     target: str = "normalized"
     ridge_lambda: float = 1e-3
+    choice: dict[str, Any] | None = None
 
     def map_bytes(self) -> int:
-        """Bytes of all weights and biases as they are held."""
-        return sum(m.weight.nbytes + m.bias.nbytes for m in self.layers.values())
+        """Bytes of all tensors as they are held."""
+        return sum(tensor.nbytes for m in self.layers.values() for tensor in m.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -97,10 +115,11 @@ class RidgeMaps:
         schema = json.loads(map_file.schema())
         data = torch.from_numpy(map_file.read())
         dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-        tensors = {
-            info.name: data[info.start : info.end].view(dtypes[info.dtype]).view(info.shape)
-            for info in map_file.tensors
-        }
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for info in map_file.tensors:
+            stem, _, part = info.name.rpartition(".")
+            tensor = data[info.start : info.end].view(dtypes[info.dtype]).view(info.shape)
+            tensors.setdefault(stem, {})[part] = tensor
         splits = {}
         for entry in schema["splits"]:
             split = int(entry["split"])
@@ -108,9 +127,14 @@ class RidgeMaps:
             for item in entry["layers"]:
                 layer = int(item["layer"])
                 stem = f"split.{split}.layer.{layer}"
-                layers[layer] = LayerMap(layer, tensors[f"{stem}.weight"], tensors[f"{stem}.bias"], item["metrics"])
+                layers[layer] = LayerMap(layer, metrics=item["metrics"], **tensors[stem])
             splits[split] = SplitMaps(
-                split, layers, tuple(entry["features"]), str(entry["target"]), float(entry["lambda"])
+                split,
+                layers,
+                tuple(entry["features"]),
+                str(entry["target"]),
+                float(entry["lambda"]),
+                entry.get("choice"),
             )
         return RidgeMaps(
             schema["model"],
@@ -146,19 +170,19 @@ class RidgeMaps:
         for split in sorted(self.splits):
             for layer, layer_map in sorted(self.splits[split].layers.items()):
                 stem = f"split.{split}.layer.{layer}"
-                tensors.append(_to_bytes(f"{stem}.weight", layer_map.weight))
-                tensors.append(_to_bytes(f"{stem}.bias", layer_map.bias))
+                tensors += [_to_bytes(f"{stem}.{name}", tensor) for name, tensor in layer_map.tensors.items()]
         _core.write_map_file(path, tensors, metadata)
 
 
 def _split_entry(split_maps: SplitMaps) -> dict[str, Any]:
-    return {
+    entry = {
         "split": split_maps.split,
         "features": list(split_maps.features),
         "target": split_maps.target,
         "lambda": split_maps.ridge_lambda,
         "layers": [{"layer": layer, "metrics": m.metrics} for layer, m in sorted(split_maps.layers.items())],
     }
+    return entry if split_maps.choice is None else {**entry, "choice": split_maps.choice}
 
 
 def _to_json(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,6 +36,13 @@ class CentredMoments:
     sxx: torch.Tensor
     sxy: torch.Tensor
     syy: torch.Tensor
+
+    def of_columns(self, columns: Sequence[int]) -> CentredMoments:
+        """The moments of some of x's columns: what a pass over these alone would have given."""
+        if len(columns) == len(self.x_mean) and list(columns) == list(range(len(columns))):
+            return self
+        index = torch.tensor(columns, device=self.sxx.device)
+        return replace(self, x_mean=self.x_mean[index], sxx=self.sxx[index][:, index], sxy=self.sxy[index])
 
 
 class Moments:

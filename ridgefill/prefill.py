@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ridgefill import caches
+from ridgefill.features import STREAM, Features, FeatureState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch import nn
     from transformers import Cache
 
+    from ridgefill.fused import FusedMaps
     from ridgefill.layout import DecoderLayout
     from ridgefill.synth import ResidentMap
     from ridgefill.writers import LayerWriter
@@ -44,6 +47,8 @@ class FillSettings:
     maps: dict[int, ResidentMap]
     writers: dict[int, LayerWriter]
     rotary_modules: tuple[nn.Module, ...]
+    features: Features = STREAM  # what the maps read
+    fused: FusedMaps | None = None  # instead of maps, writers and all: one product for the late layers above the split
     true_inputs: bool = False  # plumb: late layers get their true block input instead of the split layer's stream
     selects_rows: bool = False  # keep what rows of the bulk need to run exactly later
 
@@ -80,10 +85,12 @@ RUNNING = _Running()
 
 
 class Capture:
-    """What the hooks record while the base model runs the bulk on this thread."""
+    """What the hooks record while the base model runs on this thread; the split layer ends the pass if it ``stops``."""
 
-    def __init__(self, settings: FillSettings) -> None:
+    def __init__(self, settings: FillSettings, *, stops: bool = True) -> None:
         self.settings = settings
+        self.stops = stops
+        self.stream: torch.Tensor | None = None  # [batch, rows, d], of a pass that does not stop
         self.rotary_outputs: list[Any] = []
 
     def __enter__(self) -> Capture:
@@ -103,7 +110,7 @@ class WindowRows:
     values: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bulk:
     """What the layers below the split leave of a step: all that its late layers are written from.
 
@@ -114,7 +121,9 @@ class Bulk:
         rotary_outputs: the rotary modules' tables, in call order.
         head_cache: the late layers' keys and values of the head rows, where they are not in the step's cache.
         true_inputs: every late layer's true block input (tier ``plumb``), else None.
+        stream_before: the stream of the exact rows before ``first_row``, where the maps read them: ``[batch, .., d]``.
         window_rows: what late layers whose cache slides would drop, where rows are to be selected.
+        tail_features: goes on to the features of the rows after the bulk, once the late layers are written.
     """
 
     first_row: int
@@ -123,7 +132,9 @@ class Bulk:
     rotary_outputs: list[Any]
     head_cache: Cache | None
     true_inputs: dict[int, torch.Tensor] | None
+    stream_before: torch.Tensor | None = None
     window_rows: dict[int, WindowRows] = field(default_factory=dict)
+    tail_features: FeatureState | None = None
 
     def kwargs_for(self, writer: LayerWriter, take: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[str, Any]:
         """A late layer's keyword arguments for some rows: the split layer's, with the layer's own rotary tables.
@@ -172,19 +183,26 @@ def fill(settings: FillSettings, step: Step) -> Bulk:
 def run_bulk(settings: FillSettings, step: Step) -> Bulk:
     """Run the head through every layer, and head and bulk through the layers below the split, into the cache."""
     started = time.perf_counter()
-    head_cache = _run_head(settings, step)
+    head_cache, stream_before = _run_head(settings, step)
     # An empty cache lets one pass over head and bulk use the causal kernel; a mask over a 4-row head would forbid it.
     first_row = 0 if step.cached_tokens == 0 else step.fill_start
     true_inputs = _true_block_inputs(settings, step, first_row) if settings.true_inputs else None
     step.timings["head_ms"] = 1e3 * (time.perf_counter() - started)
     taken, rotary_outputs = _run_early_layers(settings, step, first_row)
-    return Bulk(first_row, taken.stream, taken.layer_kwargs, rotary_outputs, head_cache, true_inputs)
+    return Bulk(first_row, taken.stream, taken.layer_kwargs, rotary_outputs, head_cache, true_inputs, stream_before)
 
 
 def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
     """Predict the bulk rows of every layer from the split on, and write their keys and values to the cache."""
+    # All of x at once: as wide as the stream times the features, and what every late layer's map reads.
+    bulk.tail_features = FeatureState(settings.features, bulk.stream_before)
+    visible = None if step.padding is None else step.padding[:, bulk.first_row : step.fill_end].bool()
+    x = bulk.tail_features.extend(bulk.stream, visible)  # [batch, rows from first_row, n_in]
+    blocks = {} if settings.fused is None else _fused_blocks(settings, settings.fused, step, bulk, x)
     for layer_idx in range(settings.split, settings.layout.num_layers):
-        _write_late_layer(settings, step, bulk, layer_idx)
+        # The split layer's block input is the stream, exactly: it has no map, fused or other.
+        predicted = blocks.pop(layer_idx, None) or _two_step_blocks(settings, step, bulk, x, layer_idx)
+        _store(settings, step, bulk, layer_idx, predicted)
 
 
 def _run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:
@@ -199,18 +217,24 @@ def _run_base(settings: FillSettings, step: Step, first: int, end: int, cache: C
     settings.layout.base(**kwargs, use_cache=True)
 
 
-def _run_head(settings: FillSettings, step: Step) -> Cache | None:
-    """Run the head rows through every layer; a fresh prompt's go to a scratch cache, of which late layers are kept."""
+def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, torch.Tensor | None]:
+    """Run the exact rows before the bulk through every layer.
+
+    Returns:
+        A fresh prompt's rows in a cache of their own, of which the late layers are kept. And, where the bulk's pass
+        will not begin with these rows again, their stream ``[batch, rows, d]``.
+    """
     from transformers import DynamicCache
 
     if step.fill_start == step.cached_tokens:
-        return None
+        return None, None
     if step.cached_tokens:
-        _run_base(settings, step, step.cached_tokens, step.fill_start, step.cache)
-        return None
+        with Capture(settings, stops=False) as capture:
+            _run_base(settings, step, step.cached_tokens, step.fill_start, step.cache)
+        return None, capture.stream
     scratch = DynamicCache()
     _run_base(settings, step, 0, step.fill_start, scratch)
-    return scratch
+    return scratch, None
 
 
 def _run_early_layers(settings: FillSettings, step: Step, first_row: int) -> tuple[StreamTaken, list[Any]]:
@@ -224,36 +248,80 @@ def _run_early_layers(settings: FillSettings, step: Step, first_row: int) -> tup
     raise RuntimeError(f"the base model's forward did not reach the hook on layer {settings.split}")
 
 
-def _write_late_layer(settings: FillSettings, step: Step, bulk: Bulk, layer_idx: int) -> None:
-    """Predict one late layer's bulk rows and write its cache."""
-    import torch
+def _first_predicted(settings: FillSettings, step: Step, layer_idx: int) -> tuple[int, int, bool]:
+    """The first bulk row that a layer predicts and the first that its cache keeps; and whether selected rows want more.
 
+    Rows outside every exact row's window are of no use. But a selected row sees its own window, of which a sliding
+    cache would keep nothing.
+    """
     from ridgefill import _core
 
-    writer = settings.writers[layer_idx]
-    stream = bulk.stream if bulk.true_inputs is None else bulk.true_inputs[layer_idx]
-    head_cache = bulk.head_cache
     window = caches.window_of(step.cache, settings.layout, layer_idx)
     needed_row = _core.first_needed_row(step.fill_start, step.fill_end, window)
-    # A selected row sees its own window, of which a sliding cache will keep nothing.
     keeps_window = settings.selects_rows and window is not None
-    first_predicted = step.fill_start if keeps_window else needed_row
+    return step.fill_start if keeps_window else needed_row, needed_row, keeps_window
+
+
+# Keys and values [batch, kv_heads, block, head_dim] of consecutive blocks of rows.
+Blocks = list[tuple["torch.Tensor", "torch.Tensor"]]
+
+
+def _blocks_of(bulk: Bulk, first: int, end: int) -> Iterator[Callable[[torch.Tensor, int], torch.Tensor]]:
+    """For each block of rows from ``first`` to ``end`` (absolute), what cuts it out of a tensor of the bulk's rows."""
+    import torch
+
+    for start in range(first, end, FILL_BLOCK_ROWS):
+        count = min(FILL_BLOCK_ROWS, end - start)
+        yield functools.partial(torch.narrow, start=start - bulk.first_row, length=count)
+
+
+def _two_step_blocks(settings: FillSettings, step: Step, bulk: Bulk, x: torch.Tensor, layer_idx: int) -> Blocks:
+    """One late layer's bulk rows: its block input predicted from their features ``x``, and the layer's own writer."""
+    writer = settings.writers[layer_idx]
     # None: the split layer, or plumb; `attach` checked that no other layer lacks a map.
     predictor = settings.maps.get(layer_idx)
-    keys, values = [], []
+    source = x if predictor is not None else bulk.stream
+    if bulk.true_inputs is not None:
+        source = bulk.true_inputs[layer_idx]
+    first, _, _ = _first_predicted(settings, step, layer_idx)
+    blocks = []
+    for take in _blocks_of(bulk, first, step.fill_end):
+        block_input = take(source, 1)  # [batch, block, d], or n_in wide before the prediction
+        if predictor is None:
+            blocks.append(writer.write(block_input, bulk.kwargs_for(writer, take)))
+        else:
+            written = writer.write(predictor.predict(block_input), bulk.kwargs_for(writer, take))
+            blocks.append(predictor.scaled(*written))
+    return blocks
+
+
+def _fused_blocks(
+    settings: FillSettings, fused: FusedMaps, step: Step, bulk: Bulk, x: torch.Tensor
+) -> dict[int, Blocks]:
+    """All late layers' bulk rows, by layer: for each block one product, then each layer's epilogue."""
+    found: dict[int, Blocks] = {layer_idx: [] for layer_idx in fused.layers}
+    by_first_row = itertools.groupby(fused.layers, lambda layer_idx: _first_predicted(settings, step, layer_idx)[0])
+    for first, group in by_first_row:
+        layers = list(group)
+        for take in _blocks_of(bulk, first, step.fill_end):
+            z, start = fused.product(take(x, 1), layers)  # [batch, block, columns of these layers]
+            for layer_idx in layers:
+                layer = fused.layers[layer_idx]
+                kwargs = bulk.kwargs_for(settings.writers[layer_idx], take)
+                columns = z[..., layer.columns.start - start : layer.columns.stop - start]
+                found[layer_idx].append(layer.keys_values(columns, kwargs["position_embeddings"]))
+    return found
+
+
+def _store(settings: FillSettings, step: Step, bulk: Bulk, layer_idx: int, predicted: Blocks) -> None:
+    """Write one late layer's predicted rows to its cache, behind the head's."""
+    import torch
+
+    first_predicted, needed_row, keeps_window = _first_predicted(settings, step, layer_idx)
+    head_cache = bulk.head_cache
     if head_cache is not None and first_predicted == step.fill_start:
-        keys.append(head_cache.layers[layer_idx].keys)
-        values.append(head_cache.layers[layer_idx].values)
-    for start in range(first_predicted, step.fill_end, FILL_BLOCK_ROWS):
-        first, count = start - bulk.first_row, min(FILL_BLOCK_ROWS, step.fill_end - start)
-        take = functools.partial(torch.narrow, start=first, length=count)
-        block_input = take(stream, 1)  # [batch, block, d]
-        if predictor is not None:
-            block_input = predictor.predict(block_input)
-        block_keys, block_values = writer.write(block_input, bulk.kwargs_for(writer, take))
-        keys.append(block_keys)
-        values.append(block_values)
-    new_keys, new_values = torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
+        predicted = [(head_cache.layers[layer_idx].keys, head_cache.layers[layer_idx].values), *predicted]
+    new_keys, new_values = (torch.cat(blocks, dim=-2) for blocks in zip(*predicted, strict=True))
     # Rows before needed_row lie outside every exact row's window; the head's lie there too.
     skipped = needed_row - step.fill_start
     if skipped and head_cache is not None:
@@ -300,15 +368,18 @@ def _true_block_inputs(settings: FillSettings, step: Step, first_row: int) -> di
 
 
 def on_split_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the split layer: during a capture on this thread, take the stream and stop the forward."""
+    """Forward pre-hook of the split layer: during a capture on this thread, take the stream and end the forward."""
     import torch
 
     if torch.compiler.is_compiling() or (capture := RUNNING.capture) is None:
         return
     settings = capture.settings
     if module is settings.layout.layers[settings.split]:
-        layer_kwargs = {name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")}
-        raise StreamTaken(args[0] if args else kwargs["hidden_states"], layer_kwargs)
+        stream = args[0] if args else kwargs["hidden_states"]
+        if capture.stops:
+            layer_kwargs = {name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")}
+            raise StreamTaken(stream, layer_kwargs)
+        capture.stream = stream
 
 
 def on_rotary(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:

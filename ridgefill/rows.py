@@ -126,9 +126,12 @@ def predict_rows(
     for layer_idx in range(gate.split, settings.layout.num_layers):
         writer = settings.writers[layer_idx]
         # The gate's own layer needs no map: its block input is the stream.
-        block_input = stream if layer_idx == gate.split else gate.maps[layer_idx].predict(stream)
         kwargs = bulk.kwargs_for(writer, functools.partial(_take, rows - bulk.first_row))
-        cache.update(*writer.write(block_input, kwargs), layer_idx)
+        if layer_idx == gate.split:
+            keys, values = writer.write(stream, kwargs)
+        else:
+            keys, values = gate.maps[layer_idx].scaled(*writer.write(gate.maps[layer_idx].predict(stream), kwargs))
+        cache.update(keys, values, layer_idx)
 
 
 def _take(index: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -224,7 +227,10 @@ class Selection:
         import torch
 
         started = time.perf_counter()
-        view = TailView(self.step, tail_stream, self.seen, self.choice.readers, gate.maps)
+        x = tail_stream  # the maps of a later gate read the stream alone
+        if gate is self.choice.gates[0] and self.bulk.tail_features is not None:
+            x = self.bulk.tail_features.copy().extend(tail_stream)
+        view = TailView(self.step, tail_stream, x, self.seen, self.choice.readers, gate.maps)
         count = math.ceil(gate.share * view.bulk_rows)
         rankings = rank(gate.scorer, view)
         if self._running is None:

@@ -85,11 +85,12 @@ class TailView:
         self,
         step: Step,
         stream: torch.Tensor,
+        features: torch.Tensor,
         seen: Mapping[int, tuple[torch.Tensor, dict[str, Any]]],
         readers: Mapping[int, QueryReader],
         maps: Mapping[int, ResidentMap],
     ) -> None:
-        self._step, self._stream, self._seen, self._readers, self._maps = step, stream, seen, readers, maps
+        self._step, self._features, self._seen, self._readers, self._maps = step, features, seen, readers, maps
         self.batch: int = stream.shape[0]
         self.first_bulk_row = step.fill_start
         self.bulk_rows = step.fill_end - step.fill_start
@@ -105,7 +106,7 @@ class TailView:
         if layer_idx in self._seen:
             block_input, layer_kwargs = self._seen[layer_idx]
         else:
-            block_input = self._maps[layer_idx].predict(self._stream)
+            block_input = self._maps[layer_idx].predict(self._features)
             # Full-attention layers share one rotary table, so the nearest one's below the gate serves those above.
             layer_kwargs = self._seen[max(self._seen)][1]
         cached = self._step.cache.layers[layer_idx]

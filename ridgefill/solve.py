@@ -7,30 +7,35 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import cosine_similarity
 
+from ridgefill.agreement import feature_rows, measure, measure_scale, target_rows
 from ridgefill.capture import BlockInputs, Text, TextRecord, Window, text_windows
 from ridgefill.errors import FitError
-from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, input_norm
-from ridgefill.maps import FEATURES, LayerMap, RidgeMaps, SplitMaps
+from ridgefill.features import STREAM, Features
+from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
+from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.moments import CentredMoments, Moments
 
 if TYPE_CHECKING:
     from torch import nn
 
-# phase ("capture", "solve", "held-out"), done, total: tokens, splits, windows; total is None while unknown
+# phase ("capture", "solve", "held-out", "choose"), done, total: tokens, splits, windows; total is None while unknown
 Progress = Callable[[str, int, int | None], None]
 
+# What ``features="auto"`` chooses from, cheapest first. Means and more rows before were not worth their cost (2.4).
+FEATURE_SETS = (STREAM, Features(("stream", "previous:1")))
+GAINS = ("none", "norm", "lsq")
 LAMBDA_GRID = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
-KEY_COSINE_PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 # Held-out figures are read on at most this many windows: 8,160 rows at the defaults.
 _METRIC_WINDOWS = 8
 # About 100 rows per input column are enough (design section 2); below 20 the map fits its rows more than the model.
 _FEW_ROWS_PER_COLUMN = 20
+# The largest rank of a scale basis, and how its directions are found.
+_SPECTRUM_RANK, _SPARE_DIRECTIONS, _SUBSPACE_STEPS = 256, 64, 12
 # A file names each text until the list takes this many bytes, half of what metadata may take; the rest share an entry.
 _LISTED_TEXTS_BYTES = 512 * 1024
 
@@ -47,6 +52,8 @@ def fit(
     head: int = 4,
     ridge_lambda: float | str = 1e-3,
     held_out: float = 1 / 16,
+    features: Sequence[str] | str = "auto",
+    gains: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
     progress: Progress | None = None,
 ) -> RidgeMaps:
@@ -69,6 +76,11 @@ def fit(
         ridge_lambda: the penalty, relative to the mean diagonal of Sxx, or ``"auto"``: the value of ``LAMBDA_GRID``
             with the least held-out error, chosen for each split.
         held_out: the share of windows that never enter the sums: every ``round(1 / held_out)``-th, from the second.
+        features: what the maps read, ``("stream", "previous:1")`` for example; ``"auto"`` chooses for each split one of
+            ``FEATURE_SETS`` by held-out KL (`ridgefill.tune`).
+        gains: one factor for each kv head of predicted keys and values (design section 2.2): ``"norm"`` gives them the
+            exact ones' mean norm, ``"lsq"`` the least squared error, ``"none"`` leaves them; ``"auto"`` chooses for
+            keys and for values, by held-out KL.
         dtype: of the stored weights; held-out figures are read with the weights as stored.
         progress: called as ``progress(phase, done, total)``.
 
@@ -77,32 +89,43 @@ def fit(
             the normal equations are singular.
         UnsupportedModelError: the model's layout is unknown.
 
-    Memory: the moments take ``8 d^2 (1 + late layers)`` bytes for each split (twice that with ``"auto"``), whatever
-    the texts' length.
+    Memory: the moments take ``8 n_in (n_in + d late layers)`` bytes for each split, where ``n_in`` is d times the
+    number of features, 2 with ``"auto"`` (twice all that with ``ridge_lambda="auto"``), whatever the texts' length.
     """
     layout = decoder_layout(model)
     splits = _checked_splits(splits, layout.num_layers)
+    sets = FEATURE_SETS if features == "auto" else (_given_features(features),)
+    if gains not in (*GAINS, "auto"):
+        raise FitError(f"gains {gains!r}: expected one of {', '.join(GAINS)} and auto")
     _check_arguments(model, layout, splits, default_split, max_tokens, window_tokens, head, ridge_lambda, held_out)
+    from ridgefill.attachment import is_attached  # choosing attaches maps
+
+    if "auto" in (features, gains) and is_attached(model):
+        raise FitError("the model has maps attached, and choosing features or gains attaches others; detach() first")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise FitError(f"dtype {dtype}: a map file holds bfloat16, float16 or float32")
     report = progress or (lambda phase, done, total: None)
 
-    sample = _Sample(layout, splits, held_out=held_out, keep_held_out_sums=ridge_lambda == "auto")
+    # The largest set last: it holds the others' columns, so one pass gives the sums of all.
+    sample = _Sample(layout, splits, sets[-1], head=head, held_out=held_out, keep_held_out_sums=ridge_lambda == "auto")
     windows = text_windows(tokenizer, texts, window_tokens=window_tokens, min_tokens=head + 1, max_tokens=max_tokens)
-    with BlockInputs(layout, sample.needed_layers(), head) as block_inputs:
+    with BlockInputs(layout, sample.needed_layers()) as block_inputs:
         report("capture", 0, max_tokens)
         for window in windows:
             sample.add(window, block_inputs)
             report("capture", sample.tokens, max_tokens)
-        _check_rows(sample.rows, layout.hidden_size * len(FEATURES))
-        split_maps = {}
+        _check_rows(sample.rows, sets[0].width(layout.hidden_size))
+        sets = tuple(read for read in sets if read is sets[0] or sample.has_rows_for(read))
+        candidates: dict[int, list[SplitMaps]] = {}
         for done, split in enumerate(splits):
             report("solve", done, len(splits))
-            split_maps[split] = _solve_split(layout, split, sample, ridge_lambda, dtype)
+            candidates[split] = [_solve_split(layout, split, sample, read, ridge_lambda, dtype) for read in sets]
         report("solve", len(splits), len(splits))
-        held_out_rows = _measure(layout, split_maps, sample.held_out_windows, block_inputs, report)
+        agreements, held_out_rows = measure(
+            layout, candidates, sample.held_out_windows, block_inputs, sample.head, report
+        )
 
-    return RidgeMaps(
+    found = RidgeMaps(
         fingerprint=fingerprint(model, tokenizer),
         fit={
             "rows": sample.rows,
@@ -111,42 +134,39 @@ def fit(
             "window_tokens": window_tokens,
             "texts": _text_entries(sample.texts),
         },
-        splits=split_maps,
+        splits={split: of_split[0] for split, of_split in candidates.items()},
         default_split=max(splits) if default_split is None else default_split,
     )
+    from ridgefill.tune import choose
+
+    chosen = choose(
+        model,
+        found,
+        candidates,
+        agreements,
+        sample.held_out_windows,
+        head=head,
+        gains=gains,
+        spectra=sample.spectra,
+        report=report,
+    )
+    with BlockInputs(layout, splits) as block_inputs:
+        measure_scale(chosen, sample.held_out_windows, block_inputs, head)
+    return chosen
 
 
-def build_features(names: Sequence[str], block_inputs: dict[int, torch.Tensor], split: int) -> torch.Tensor:
-    """The map's input for consecutive rows of one window: ``[rows, n_in]`` float32. The one place that builds x.
-
-    Raises:
-        FitError: a feature is unknown.
-    """
-    parts = []
-    for name in names:
-        if name != "stream":
-            raise FitError(f"unknown feature {name!r}; this version fits {FEATURES}")
-        parts.append(block_inputs[split].float())
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def target_rows(target: str, block_input: torch.Tensor) -> torch.Tensor:
-    """What a map predicts of ``[rows, d]`` block inputs: themselves in float32, divided by their RMS if normalized."""
-    hidden = block_input.float()
-    if target == "raw":
-        return hidden
-    mean_square = hidden.square().mean(-1, keepdim=True)
-    return hidden * mean_square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
-
-
-def solve_ridge(moments: CentredMoments, ridge_lambda: float) -> torch.Tensor:
+def solve_ridge(moments: CentredMoments, ridge_lambda: float, *, features: int = 1) -> torch.Tensor:
     """The ridge weights ``(Sxx + lambda mean(diag Sxx) I)^-1 Sxy``: ``[n_in, n_out]`` float64, one Cholesky.
+
+    Each of x's ``features`` equal parts is penalised by its own mean diagonal: a mean of normalised rows is a hundred
+    times smaller than the stream beside it.
 
     Raises:
         FitError: the penalised Sxx is not positive definite.
     """
     penalised = moments.sxx.clone()
-    penalised.diagonal().add_(ridge_lambda * float(moments.sxx.diagonal().mean()))
+    parts = moments.sxx.diagonal().view(features, -1)
+    penalised.diagonal().add_((ridge_lambda * parts.mean(1, keepdim=True)).expand_as(parts).reshape(-1))
     factor, info = torch.linalg.cholesky_ex(penalised)
     if int(info) != 0:
         raise FitError(
@@ -164,7 +184,9 @@ def squared_error(moments: CentredMoments, weight: torch.Tensor, bias: torch.Ten
     return spread.clamp_min(0) + moments.n * offset.square()
 
 
-def choose_lambda(fitted: CentredMoments, held_out: CentredMoments, grid: Sequence[float] = LAMBDA_GRID) -> float:
+def choose_lambda(
+    fitted: CentredMoments, held_out: CentredMoments, grid: Sequence[float] = LAMBDA_GRID, *, features: int = 1
+) -> float:
     """The grid's value with the least held-out squared error, each column relative to its own held-out variance.
 
     Values whose system is singular are passed over.
@@ -177,7 +199,7 @@ def choose_lambda(fitted: CentredMoments, held_out: CentredMoments, grid: Sequen
     failure: FitError | None = None
     for ridge_lambda in grid:
         try:
-            weight = solve_ridge(fitted, ridge_lambda)
+            weight = solve_ridge(fitted, ridge_lambda, features=features)
         except FitError as error:
             failure = error
             continue
@@ -190,22 +212,68 @@ def choose_lambda(fitted: CentredMoments, held_out: CentredMoments, grid: Sequen
     return best[1]
 
 
+@dataclass(frozen=True)
+class ScaleSpectrum:
+    """Where the energy of one layer's predictions lies: principal directions, their mean energies, and that of all.
+
+    ``directions`` ``[d, r]`` float64, orthonormal, by falling ``energies`` ``[r]``; ``total`` is the mean of ``|p|^2``.
+    """
+
+    directions: torch.Tensor
+    energies: torch.Tensor
+    total: float
+
+    def basis(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first directions ``[d, rank]``, bf16, and the mean energy outside them, ``[1]`` float32."""
+        rank = min(rank, self.directions.shape[1])
+        outside = max(0.0, self.total - float(self.energies[:rank].sum()))
+        return self.directions[:, :rank].to(torch.bfloat16).contiguous().cpu(), torch.tensor([outside])
+
+
+def scale_spectrum(layer_map: LayerMap, moments: CentredMoments, rank: int = _SPECTRUM_RANK) -> ScaleSpectrum:
+    """The principal directions of a map's predictions ``p = x W + b`` over the rows of ``moments``.
+
+    Eigenvectors of ``E[p p^T] = W^T (Sxx / n) W + E[p] E[p]^T``, the largest ``rank`` of them, by subspace iteration
+    with as many spare directions as these converge by (all of them where d is small: then they are exact).
+    """
+    weight = layer_map.weight.to(moments.sxx.device).double()
+    mean = moments.x_mean @ weight + layer_map.bias.to(weight)
+    second = torch.addr(weight.T @ (moments.sxx / moments.n) @ weight, mean, mean)  # [d, d]
+    d = len(second)
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randn(d, min(d, rank + _SPARE_DIRECTIONS), generator=generator, dtype=torch.float64).to(second)
+    for _ in range(_SUBSPACE_STEPS):
+        found, _ = torch.linalg.qr(second @ found)
+    energies, rotation = torch.linalg.eigh(found.T @ second @ found)  # ascending
+    order = torch.arange(len(energies) - 1, max(-1, len(energies) - 1 - rank), -1, device=energies.device)
+    return ScaleSpectrum(found @ rotation[:, order], energies[order].clamp_min(0), float(second.diagonal().sum()))
+
+
 class _Sample:
     """What one pass over the texts leaves: sums for each split, and a few held-out windows to measure on."""
 
     def __init__(
-        self, layout: DecoderLayout, splits: Sequence[int], *, held_out: float, keep_held_out_sums: bool
+        self,
+        layout: DecoderLayout,
+        splits: Sequence[int],
+        features: Features,
+        *,
+        head: int,
+        held_out: float,
+        keep_held_out_sums: bool,
     ) -> None:
         self._layout = layout
+        self.features = features
+        self.head = head
         self._late = range(min(splits) + 1, layout.num_layers)
         self._every = round(1 / held_out) if held_out else 0
         self._windows_seen = 0
         self._stride = 1
         device = _moments_device(layout)
-        width = layout.hidden_size
+        n_in, d = features.width(layout.hidden_size), layout.hidden_size
 
         def zeros() -> dict[int, Moments]:
-            return {s: Moments(width * len(FEATURES), width * (layout.num_layers - 1 - s), device) for s in splits}
+            return {s: Moments(n_in, d * (layout.num_layers - 1 - s), device) for s in splits}
 
         self.sums = zeros()
         self.held_out_sums = zeros() if keep_held_out_sums else None
@@ -214,6 +282,25 @@ class _Sample:
         self.rows = 0
         self.tokens = 0
         self.texts: dict[int, TextRecord] = {}
+
+    def has_rows_for(self, features: Features) -> bool:
+        """Whether there are rows enough to choose maps over more features; says so where there are not."""
+        enough = _FEW_ROWS_PER_COLUMN * features.width(self._layout.hidden_size)
+        if self.rows < enough:
+            warnings.warn(
+                f"{' + '.join(features.names)} is not tried: {self.rows} calibration rows, it needs {enough}",
+                UserWarning,
+                stacklevel=3,
+            )
+        return self.rows >= enough
+
+    def spectra(self, maps: SplitMaps) -> dict[int, ScaleSpectrum]:
+        """The spectrum of each late layer's predictions over the fitted rows; none where no norm follows."""
+        if maps.target != "normalized":
+            return {}
+        columns = self.features.columns(maps.features, self._layout.hidden_size)
+        fitted = self.sums[maps.split].centred().of_columns(columns)
+        return {layer: scale_spectrum(layer_map, fitted) for layer, layer_map in maps.layers.items()}
 
     def needed_layers(self) -> set[int]:
         """The layers whose block inputs a pass must deliver."""
@@ -232,20 +319,20 @@ class _Sample:
         if sums is None:
             return
         inputs = block_inputs.run(window.ids)
-        rows = len(next(iter(inputs.values())))
+        rows = len(window.ids) - self.head
         if sums is self.sums:
             window.text.rows += rows
             self.rows += rows
         y = self._targets(inputs)  # [rows, late layers * d]
         for split, moments in sums.items():
-            x = build_features(FEATURES, inputs, split).to(moments.device)  # [rows, n_in]
+            x = feature_rows(self.features, inputs[split])[self.head :].to(moments.device)  # [rows, n_in]
             moments.add(x, y[:, y.shape[1] - moments.n_out :])
 
     def _targets(self, inputs: dict[int, torch.Tensor]) -> torch.Tensor:
         device = next(iter(self.sums.values())).device
-        parts = [target_rows(self._layout.target(late), inputs[late]).to(device) for late in self._late]
+        parts = [target_rows(self._layout.target(late), inputs[late][self.head :]).to(device) for late in self._late]
         if not parts:  # the last layer as split: nothing to predict
-            return torch.zeros(len(next(iter(inputs.values()))), 0, device=device)
+            return torch.zeros(len(next(iter(inputs.values()))) - self.head, 0, device=device)
         return torch.cat(parts, dim=1)
 
     def _hold_out(self, window: Window) -> None:
@@ -260,18 +347,25 @@ class _Sample:
 
 
 def _solve_split(
-    layout: DecoderLayout, split: int, sample: _Sample, ridge_lambda: float | str, dtype: torch.dtype
+    layout: DecoderLayout,
+    split: int,
+    sample: _Sample,
+    features: Features,
+    ridge_lambda: float | str,
+    dtype: torch.dtype,
 ) -> SplitMaps:
     """Solve one split's maps, all late layers as one right-hand side, and round them to the stored dtype."""
     late = range(split + 1, layout.num_layers)
-    fitted = sample.sums[split].centred()
+    columns, count = sample.features.columns(features.names, layout.hidden_size), len(features.names)
+    fitted = sample.sums[split].centred().of_columns(columns)
     if isinstance(ridge_lambda, str):
         if sample.held_out_sums is None or sample.held_out_sums[split].n == 0:
             raise FitError("lambda 'auto' needs held-out windows, and the texts gave none; add text or name a lambda")
-        ridge_lambda = choose_lambda(fitted, sample.held_out_sums[split].centred()) if late else LAMBDA_GRID[0]
+        held_out = sample.held_out_sums[split].centred().of_columns(columns)
+        ridge_lambda = choose_lambda(fitted, held_out, features=count) if late else LAMBDA_GRID[0]
     layers = {}
     if late:
-        weight = solve_ridge(fitted, ridge_lambda).to(dtype)  # [n_in, late * d]
+        weight = solve_ridge(fitted, ridge_lambda, features=count).to(dtype)  # [n_in, late * d]
         # Against the rounded weight: the mean prediction stays exact where outlier dimensions have large means.
         bias = fitted.y_mean - fitted.x_mean @ weight.double()
         if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(bias).all())):
@@ -282,139 +376,13 @@ def _solve_split(
             layers[layer] = LayerMap(
                 layer, weight[:, columns].contiguous().cpu(), bias[columns].float().contiguous().cpu()
             )
-    return SplitMaps(split, layers, FEATURES, _target(layout, late), float(ridge_lambda))
+    return SplitMaps(split, layers, features.names, _target(layout, late), float(ridge_lambda))
 
 
-@dataclass
-class _Agreement:
-    """Running comparison of one late layer's predicted and exact inputs, keys and values."""
-
-    rows: int = 0
-    input_cosine: float = 0.0
-    identity_input_cosine: float = 0.0
-    input_error: float = 0.0  # sums of squares
-    input_square: float = 0.0
-    key_error: float = 0.0
-    key_square: float = 0.0
-    key_norms: list[float] = field(default_factory=lambda: [0.0, 0.0])  # exact, predicted
-    value_norms: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    value_cosine: float = 0.0
-    identity_key_cosine: float = 0.0
-    key_cosines: list[torch.Tensor] = field(default_factory=list)
-
-    def add_inputs(self, predicted: torch.Tensor, exact: torch.Tensor, stream: torch.Tensor) -> None:
-        """Add ``[rows, d]`` float32 predictions, targets, and the stream as the identity prediction."""
-        self.rows += len(exact)
-        self.input_cosine += float(cosine_similarity(predicted, exact, dim=-1).sum())
-        self.identity_input_cosine += float(cosine_similarity(stream, exact, dim=-1).sum())
-        self.input_error += float((predicted - exact).square().sum())
-        self.input_square += float(exact.square().sum())
-
-    def add_keys_values(
-        self,
-        predicted: tuple[torch.Tensor, torch.Tensor],
-        exact: tuple[torch.Tensor, torch.Tensor],
-        identity_keys: torch.Tensor,
-    ) -> None:
-        """Add keys and values ``[rows, kv_heads, head_dim]``, float32."""
-        self.key_cosines.append(cosine_similarity(predicted[0], exact[0], dim=-1).mean(-1))  # [rows]
-        self.value_cosine += float(cosine_similarity(predicted[1], exact[1], dim=-1).mean(-1).sum())
-        self.identity_key_cosine += float(cosine_similarity(identity_keys, exact[0], dim=-1).mean(-1).sum())
-        self.key_error += float((predicted[0] - exact[0]).square().sum())
-        self.key_square += float(exact[0].square().sum())
-        for sums, which in ((self.key_norms, 0), (self.value_norms, 1)):
-            sums[0] += float(exact[which].norm(dim=-1).sum())
-            sums[1] += float(predicted[which].norm(dim=-1).sum())
-
-    def metrics(self) -> dict[str, float | list[float]]:
-        """The figures by their names in the file; a ratio whose denominator is zero is left out."""
-        figures: dict[str, float | list[float]] = {
-            "input_cosine": self.input_cosine / self.rows,
-            "identity_input_cosine": self.identity_input_cosine / self.rows,
-        }
-        if self.input_square > 0:
-            figures["input_relative_error"] = math.sqrt(self.input_error / self.input_square)
-        if self.key_cosines:
-            cosines = torch.cat(self.key_cosines).double()
-            levels = torch.tensor(KEY_COSINE_PERCENTS, dtype=torch.float64) / 100
-            figures["key_cosine"] = float(cosines.mean())
-            figures["key_cosine_quantiles"] = torch.quantile(cosines.cpu(), levels).tolist()
-            figures["value_cosine"] = self.value_cosine / self.rows
-            figures["identity_key_cosine"] = self.identity_key_cosine / self.rows
-            if self.key_square > 0:
-                figures["key_relative_error"] = math.sqrt(self.key_error / self.key_square)
-            for name, (exact, predicted) in (("key", self.key_norms), ("value", self.value_norms)):
-                if predicted > 0:
-                    figures[f"{name}_norm_ratio"] = exact / predicted
-        return {name: _rounded(figures[name]) for name in sorted(figures)}
-
-
-def _measure(
-    layout: DecoderLayout,
-    split_maps: dict[int, SplitMaps],
-    windows: Sequence[Window],
-    block_inputs: BlockInputs,
-    report: Progress,
-) -> int:
-    """Fill in every layer's held-out metrics, from a second run of a few held-out windows; returns their rows.
-
-    Cosines of keys and values are means over heads, then rows; quantiles are over rows. ``*_norm_ratio`` is the mean
-    exact norm over the mean predicted norm; relative errors are Frobenius norms over those of the exact rows.
-    """
-    agreements = {(split, layer): _Agreement() for split, maps in split_maps.items() for layer in maps.layers}
-    rows = 0
-    with torch.no_grad():
-        for done, window in enumerate(windows):
-            report("held-out", done, len(windows))
-            inputs = block_inputs.run(window.ids)
-            rows += len(next(iter(inputs.values())))
-            for layer in sorted({layer for _, layer in agreements}):
-                exact_pair = project_keys_values(layout, layer, inputs[layer])
-                for split, maps in split_maps.items():
-                    if layer not in maps.layers:
-                        continue
-                    exact = target_rows(maps.target, inputs[layer])
-                    stream = inputs[split].to(exact.device)
-                    x = build_features(maps.features, inputs, split).to(exact.device)
-                    layer_map = maps.layers[layer]
-                    predicted = torch.addmm(
-                        layer_map.bias.to(exact.device), x, layer_map.weight.to(exact.device).float()
-                    )
-                    agreement = agreements[split, layer]
-                    agreement.add_inputs(predicted, exact, stream.float())
-                    predicted_pair = project_keys_values(layout, layer, predicted.to(stream.dtype))
-                    identity_pair = project_keys_values(layout, layer, stream)
-                    if exact_pair and predicted_pair and identity_pair:
-                        agreement.add_keys_values(predicted_pair, exact_pair, identity_pair[0])
-        report("held-out", len(windows), len(windows))
-    for (split, layer), agreement in agreements.items():
-        if agreement.rows:
-            split_maps[split].layers[layer].metrics.update(agreement.metrics())
-    return rows
-
-
-def project_keys_values(
-    layout: DecoderLayout, layer_idx: int, block_input: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys after k_norm and before RoPE, and values, of ``[rows, d]`` block inputs: ``[rows, kv_heads, head_dim]``.
-
-    Float32 copies of what the layer's own norm and projections give in their dtype; None where the layer has no
-    ``k_proj`` and ``v_proj`` (fused projections, latent attention).
-    """
-    layer = layout.layers[layer_idx]
-    attention: Any = getattr(layer, "self_attn", None)
-    if not hasattr(attention, "k_proj") or not hasattr(attention, "v_proj"):
-        return None
-    norm = input_norm(layer)
-    normed = block_input if norm is None else norm(block_input)
-    keys, values = attention.k_proj(normed), attention.v_proj(normed)
-    heads = (len(keys), -1, int(attention.head_dim))
-    k_norm = getattr(attention, "k_norm", None)
-    if k_norm is not None and k_norm.weight.numel() == keys.shape[-1]:
-        keys = k_norm(keys).view(heads)  # over all heads at once (olmo2, olmo3)
-    elif k_norm is not None:
-        keys = k_norm(keys.view(heads))
-    return keys.view(heads).float(), values.view(heads).float()
+def _given_features(names: Sequence[str] | str) -> Features:
+    if isinstance(names, str):
+        raise FitError(f"features {names!r}: expected 'auto' or a list of names, ['stream', 'previous:1'] for example")
+    return Features.of(names)
 
 
 def _checked_splits(splits: Sequence[int], num_layers: int) -> list[int]:
@@ -500,8 +468,3 @@ def _text_entries(texts: dict[int, TextRecord]) -> list[dict[str, Any]]:
     for entry in rest:
         record.digest.update(entry["sha256"].encode())
     return [*listed, {"name": record.name, "sha256": record.digest.hexdigest(), "rows": record.rows}]
-
-
-def _rounded(value: float | list[float]) -> float | list[float]:
-    """Six digits: more would be noise, and a short header is easier to read."""
-    return [round(item, 6) for item in value] if isinstance(value, list) else round(value, 6)

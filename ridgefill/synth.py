@@ -9,21 +9,44 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from ridgefill.fused import FusedMaps
     from ridgefill.layout import DecoderLayout
-    from ridgefill.maps import SplitMaps
+    from ridgefill.maps import LayerMap, SplitMaps
 
 
 @dataclass(frozen=True)
 class ResidentMap:
-    """One late layer's map in its layer's device and dtype: weight ``[n_in, d]``, bias ``[d]``."""
+    """One late layer's map in its layer's device and dtype: weight ``[n_in, d]``, bias ``[d]``, gains or None.
+
+    Gains are ``[kv_heads, 1, 1]``. They multiply keys after their rotation, which is the same as before it.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor
+    key_gain: torch.Tensor | None = None
+    value_gain: torch.Tensor | None = None
+
+    @staticmethod
+    def of(layer_map: LayerMap, device: torch.device, dtype: torch.dtype) -> ResidentMap:
+        """A map moved to this device and dtype."""
+        key_gain, value_gain = (
+            None if gain is None else gain.view(-1, 1, 1).to(device, dtype)
+            for gain in (layer_map.key_gain, layer_map.value_gain)
+        )
+        return ResidentMap(layer_map.weight.to(device, dtype), layer_map.bias.to(device, dtype), key_gain, value_gain)
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes on its device."""
-        return self.weight.nbytes + self.bias.nbytes
+        tensors = (self.weight, self.bias, self.key_gain, self.value_gain)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def scaled(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predicted keys and values ``[batch, kv_heads, rows, head_dim]`` times their gains (design section 2.2)."""
+        return (
+            keys if self.key_gain is None else keys * self.key_gain,
+            values if self.value_gain is None else values * self.value_gain,
+        )
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """The predicted block input ``x W + b`` (design section 2): ``[batch, rows, n_in] -> [batch, rows, d]``."""
@@ -35,17 +58,16 @@ class ResidentMap:
 
 def resident_maps(split_maps: SplitMaps, layout: DecoderLayout) -> dict[int, ResidentMap]:
     """Each late layer's map, moved to that layer's device and to the residual stream's dtype."""
-    resident = {}
-    for layer, layer_map in split_maps.layers.items():
-        device, dtype = _place(layout, layer)
-        resident[layer] = ResidentMap(layer_map.weight.to(device, dtype), layer_map.bias.to(device, dtype))
-    return resident
+    return {layer: ResidentMap.of(layer_map, *_place(layout, layer)) for layer, layer_map in split_maps.layers.items()}
 
 
-def misplaced(maps: Iterable[dict[int, ResidentMap]], layout: DecoderLayout) -> str | None:
+def misplaced(maps: Iterable[dict[int, ResidentMap]], fused: FusedMaps | None, layout: DecoderLayout) -> str | None:
     """Why maps no longer fit the model (it was moved or cast after they were attached), or None."""
-    for layer, resident in (item for of_one_split in maps for item in of_one_split.items()):
-        found = (resident.weight.device, resident.weight.dtype)
+    placed = [(layer, resident.weight) for of_one_split in maps for layer, resident in of_one_split.items()]
+    if fused is not None:
+        placed += [(layer, fused.weight) for layer in fused.layers]
+    for layer, weight in placed:
+        found = (weight.device, weight.dtype)
         if found != (wanted := _place(layout, layer)):
             return (
                 f"layer {layer} is now on {wanted[0]} in {wanted[1]}, its map on {found[0]} in {found[1]}; attach again"

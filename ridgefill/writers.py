@@ -66,7 +66,7 @@ def direct_writer(layout: DecoderLayout, layer_idx: int) -> Writer | None:
     attention = getattr(layer, "self_attn", None)
     norm = getattr(layer, "input_layernorm", None)
     k_proj, v_proj = getattr(attention, "k_proj", None), getattr(attention, "v_proj", None)
-    rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    rotate = None if attention is None else key_rotation(attention)
     head_dim = getattr(attention, "head_dim", None)
     if getattr(layout.config, "clip_qkv", None) is not None:  # clamps that a probe's few rows may never reach
         return None
@@ -81,12 +81,24 @@ def direct_writer(layout: DecoderLayout, layer_idx: int) -> Writer | None:
         values = v_proj(normed).view(heads).transpose(1, 2)
         if k_norm is not None:
             keys = k_norm(keys)
-        cos, sin = layer_kwargs["position_embeddings"]
-        # The model's own function wants queries too: none, so that it does no work for them.
-        _, keys = rotate(keys[:, :0], keys, cos, sin)
-        return keys, values
+        return rotate(keys, layer_kwargs["position_embeddings"]), values
 
     return write
+
+
+def key_rotation(attention: nn.Module) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
+    """The model's own rotary embedding of keys ``[batch, kv_heads, rows, head_dim]`` by its tables, or None."""
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if apply is None:
+        return None
+
+    def rotate(keys: torch.Tensor, tables: Any) -> torch.Tensor:
+        cos, sin = tables
+        # It wants queries too: none, so that it does no work for them.
+        _, rotated = apply(keys[:, :0], keys, cos, sin)
+        return rotated  # type: ignore[no-any-return]
+
+    return rotate
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,19 @@ from numpy.typing import NDArray
 from tiny import FAMILIES, NUM_LAYERS, tiny_model
 from tiny_tokenizer import BOS, byte_tokenizer, random_text
 
+from ridgefill.agreement import KEY_COSINE_PERCENTS, project_keys_values
 from ridgefill.capture import BlockInputs, special_prefix, text_windows
 from ridgefill.errors import FitError
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps
 from ridgefill.moments import reference_moments
 from ridgefill.solve import (
-    KEY_COSINE_PERCENTS,
     LAMBDA_GRID,
     choose_lambda,
-    fit,
-    project_keys_values,
     solve_ridge,
     squared_error,
 )
+from ridgefill.solve import fit as fit_maps
 
 D = 32
 WINDOW = 96
@@ -36,6 +35,11 @@ HEAD = 4
 
 def _model(family: str = "llama", **overrides: Any) -> Any:
     return tiny_model(family, **{"hidden_size": D, **overrides})
+
+
+def fit(*args: Any, **settings: Any) -> RidgeMaps:
+    """The closed form alone; choosing features and gains has tests of its own (test_features)."""
+    return fit_maps(*args, **{"features": ("stream",), "gains": "none", **settings})
 
 
 def _texts(count: int = 12, characters: int = WINDOW) -> list[str]:
@@ -374,7 +378,7 @@ def test_layers_above_the_last_block_input_do_not_run(monkeypatch: pytest.Monkey
 def test_a_captured_input_survives_an_in_place_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     layout = decoder_layout(model)
-    with BlockInputs(layout, [2, 3], 0) as inputs:
+    with BlockInputs(layout, [2, 3]) as inputs:
         expected = inputs.run([5, 6, 7])[2]
         original = model.model.layers[2].forward
 

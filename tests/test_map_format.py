@@ -702,6 +702,25 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another hidden size": ("tensor_shape", {"model": model_json(hidden_size=8)}, "[16, 8]"),
     "weights in I8": ("tensor_dtype", {"weight": "I8"}, "BF16, F16 or F32"),
     "biases in F16": ("tensor_dtype", {"bias": "F16"}, "expected F32"),
+    "a choice that is a list": ("splits", {"splits": splits_json(choice=[])}, "expected an object"),
+    "gains for other heads": ("tensor_shape", {"more": ("2.layer.3.key_gain", "F32", [2])}, "[1]"),
+    "gains in BF16": ("tensor_dtype", {"more": ("2.layer.3.value_gain", "BF16", [1])}, "expected F32"),
+    "a gain of no component": ("unexpected_tensor", {"more": ("2.layer.3.query_gain", "F32", [1])}, "query_gain"),
+    "a scale basis without its residual": (
+        "missing_tensor",
+        {"more": ("2.layer.3.scale_basis", "F32", [4, 2])},
+        "scale_residual",
+    ),
+    "a residual without its scale basis": (
+        "unexpected_tensor",
+        {"more": ("2.layer.3.scale_residual", "F32", [1])},
+        "scale_residual",
+    ),
+    "a scale basis wider than the stream": (
+        "tensor_shape",
+        {"more": ("2.layer.3.scale_basis", "F32", [4, 5])},
+        "[4, rank]",
+    ),
 }
 
 
@@ -711,10 +730,12 @@ def test_malformed_schema(tmp_path: Path, name: str) -> None:
     changes = dict(changes)
     dtypes = {"weight": changes.pop("weight", "BF16"), "bias": changes.pop("bias", "F32")}
     sizes = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1}
-    tensors = []
-    for tensor_name, _, shape, _ in good_tensors():
-        dtype = dtypes[tensor_name.rsplit(".", 1)[1]]
-        tensors.append((tensor_name, dtype, shape, np.zeros(int(np.prod(shape)) * sizes[dtype], np.uint8)))
+    named = [(name, dtypes[name.rsplit(".", 1)[1]], shape) for name, _, shape, _ in good_tensors()]
+    if more := changes.pop("more", None):
+        named.append((f"split.{more[0]}", more[1], more[2]))
+    tensors = [
+        (name, dtype, shape, np.zeros(int(np.prod(shape)) * sizes[dtype], np.uint8)) for name, dtype, shape in named
+    ]
     path = tmp_path / "bad.safetensors"
     _core.write_map_file(path, tensors, good_metadata(**changes))
     file = _core.MapFile.open(path)

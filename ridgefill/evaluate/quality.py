@@ -15,6 +15,8 @@ from ridgefill.attachment import attach
 from ridgefill.capture import special_prefix
 from ridgefill.demo import KINDS, standard_texts
 from ridgefill.errors import RidgeFillError
+from ridgefill.features import Features
+from ridgefill.fused import fused_maps
 from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.prefill import Bulk, FillSettings, Step, run_bulk, write_late_layers
@@ -194,12 +196,12 @@ def score_fill(
 
 
 def identity_maps(maps: RidgeMaps) -> RidgeMaps:
-    """Return maps that hand the stream on as it is: ``W`` = identity (other features ignored), ``b`` = 0."""
+    """Return maps that hand the stream on as it is: ``W`` = identity (other features ignored), ``b`` = 0, no gains."""
 
     def identity(layer_map: LayerMap) -> LayerMap:
         weight = torch.zeros_like(layer_map.weight)
         weight.fill_diagonal_(1)
-        return replace(layer_map, weight=weight, bias=torch.zeros_like(layer_map.bias), metrics={})
+        return LayerMap(layer_map.layer, weight, torch.zeros_like(layer_map.bias))
 
     splits = {
         split: replace(maps_, layers={layer: identity(m) for layer, m in maps_.layers.items()})
@@ -295,15 +297,25 @@ class BulkPrefill:
     """
 
     def __init__(
-        self, model: nn.Module, maps: RidgeMaps, ids: torch.Tensor, *, split: int, tail: int, head: int = 4
+        self,
+        model: nn.Module,
+        maps: RidgeMaps,
+        ids: torch.Tensor,
+        *,
+        split: int,
+        tail: int,
+        head: int = 4,
+        form: str = "auto",
     ) -> None:
         from transformers import DynamicCache
 
-        self._model, self._ids, self._tail = model, ids, tail
+        self._model, self._ids, self._tail, self._form = model, ids, tail, form
         if ids.shape[1] <= head + tail:
             raise RidgeFillError(f"a prompt of {ids.shape[1]} rows has no bulk between head={head} and tail={tail}")
-        with attach(model, maps, split=split, tail=tail, head=head) as attachment, torch.no_grad():
-            self._settings = attachment.settings
+        with attach(model, maps, split=split, tail=tail, head=head, form=form) as attachment, torch.no_grad():
+            layout = attachment.settings.layout
+            # A fused fill keeps no two-step maps, which scores from predicted queries read.
+            self._settings = replace(attachment.settings, maps=resident_maps(maps.at(split), layout))
             self._step = Step(
                 inputs={"input_ids": ids},
                 padding=None,
@@ -322,9 +334,19 @@ class BulkPrefill:
 
         ``fill_head`` is the control whose head rows are not exact.
         """
-        resident = resident_maps(maps.at(self._settings.split), self._settings.layout)
-        settings = replace(self._settings, maps=resident, selects_rows=choice is not None)
-        step, bulk = replace(self._step, cache=copy.deepcopy(self._step.cache)), self._bulk
+        chosen = maps.at(self._settings.split)
+        resident = resident_maps(chosen, self._settings.layout)
+        fused = None
+        if self._form != "two-step":
+            fused, _ = fused_maps(chosen, self._settings.layout, self._settings.writers)
+        settings = replace(
+            self._settings,
+            maps=resident,
+            features=Features.of(chosen.features),
+            fused=fused,
+            selects_rows=choice is not None,
+        )
+        step, bulk = replace(self._step, cache=copy.deepcopy(self._step.cache)), replace(self._bulk)
         if fill_head:
             step, bulk = replace(step, fill_start=0), replace(bulk, head_cache=None)
         with torch.no_grad():

@@ -86,6 +86,9 @@ pub struct Split {
     pub features: Vec<String>,
     pub target: Target,
     pub lambda: f64,
+    /// What the fit chose by held-out KL (features, gains), and the figures it chose by.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub choice: Option<FreeObject>,
     pub layers: Vec<SplitLayer>,
 }
 
@@ -274,17 +277,48 @@ fn is_feature(feature: &str) -> bool {
     }
 }
 
+/// A layer's tensors in file order: what each must be, and whether a layer may lack it.
+const LAYER_TENSORS: [(&str, TensorCheck, Presence); 6] = [
+    ("weight", check_weight, Presence::Always),
+    ("bias", check_bias, Presence::Always),
+    ("key_gain", check_gain, Presence::Optional),
+    ("value_gain", check_gain, Presence::Optional),
+    ("scale_basis", check_scale_basis, Presence::Optional),
+    ("scale_residual", check_scale_residual, Presence::With("scale_basis")),
+];
+
+#[derive(Clone, Copy)]
+enum Presence {
+    Always,
+    Optional,
+    /// Just where this other tensor is.
+    With(&'static str),
+}
+
 fn check_tensors(tensors: &[TensorInfo], splits: &[Split], model: &Fingerprint) -> Result<()> {
     let mut left: HashMap<&str, &TensorInfo> = tensors.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     for entry in splits {
         for layer in entry.layers.iter().map(|layer| layer.layer) {
             let stem = format!("split.{}.layer.{layer}", entry.split);
-            for (part, check) in [("weight", check_weight as TensorCheck), ("bias", check_bias)] {
+            let mut found_parts = Vec::with_capacity(LAYER_TENSORS.len());
+            for (part, check, presence) in LAYER_TENSORS {
                 let name = format!("{stem}.{part}");
-                let tensor = left.remove(name.as_str()).ok_or(Fault::MissingTensor);
-                tensor
-                    .and_then(|tensor| check(tensor, &entry.features, model.hidden_size))
-                    .map_err(|fault| Error::from(fault).in_tensor(&name))?;
+                let required = match presence {
+                    Presence::Always => true,
+                    Presence::Optional => false,
+                    Presence::With(other) => found_parts.contains(&other),
+                };
+                let checked = match left.get(name.as_str()) {
+                    // A part without the one that it belongs to stays behind, and is reported as unexpected.
+                    Some(_) if !required && matches!(presence, Presence::With(_)) => Ok(()),
+                    Some(tensor) => check(tensor, &entry.features, model).map(|()| {
+                        left.remove(name.as_str());
+                        found_parts.push(part);
+                    }),
+                    None if required => Err(Fault::MissingTensor),
+                    None => Ok(()),
+                };
+                checked.map_err(|fault| Error::from(fault).in_tensor(&name))?;
             }
         }
     }
@@ -295,12 +329,11 @@ fn check_tensors(tensors: &[TensorInfo], splits: &[Split], model: &Fingerprint) 
     }
 }
 
-type TensorCheck = fn(&TensorInfo, &[String], u64) -> std::result::Result<(), Fault>;
+type TensorCheck = fn(&TensorInfo, &[String], &Fingerprint) -> std::result::Result<(), Fault>;
 
-fn check_weight(tensor: &TensorInfo, features: &[String], hidden_size: u64) -> std::result::Result<(), Fault> {
-    if !matches!(tensor.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) {
-        return Err(Fault::TensorDtype { found: tensor.dtype.name(), expected: "BF16, F16 or F32" });
-    }
+fn check_weight(tensor: &TensorInfo, features: &[String], model: &Fingerprint) -> std::result::Result<(), Fault> {
+    check_float(tensor)?;
+    let hidden_size = model.hidden_size;
     let (mlp, wide): (Vec<_>, Vec<_>) = features.iter().partition(|feature| feature.starts_with("mlp"));
     let width = hidden_size * wide.len() as u64; // both far below 2^32: the header's caps
     let fits = match tensor.shape.as_slice() {
@@ -314,12 +347,43 @@ fn check_weight(tensor: &TensorInfo, features: &[String], hidden_size: u64) -> s
     Err(Fault::TensorShape { found: tensor.shape.clone(), expected: format!("[{inputs}, {hidden_size}]") })
 }
 
-fn check_bias(tensor: &TensorInfo, _features: &[String], hidden_size: u64) -> std::result::Result<(), Fault> {
+fn check_bias(tensor: &TensorInfo, _features: &[String], model: &Fingerprint) -> std::result::Result<(), Fault> {
+    check_f32(tensor, &[model.hidden_size])
+}
+
+fn check_gain(tensor: &TensorInfo, _features: &[String], model: &Fingerprint) -> std::result::Result<(), Fault> {
+    check_f32(tensor, &[model.num_key_value_heads])
+}
+
+fn check_scale_basis(tensor: &TensorInfo, _features: &[String], model: &Fingerprint) -> std::result::Result<(), Fault> {
+    check_float(tensor)?;
+    let hidden_size = model.hidden_size;
+    match tensor.shape.as_slice() {
+        &[rows, rank] if rows == hidden_size && (1..=hidden_size).contains(&rank) => Ok(()),
+        _ => Err(Fault::TensorShape {
+            found: tensor.shape.clone(),
+            expected: format!("[{hidden_size}, rank], rank 1 to {hidden_size}"),
+        }),
+    }
+}
+
+fn check_scale_residual(tensor: &TensorInfo, _features: &[String], _: &Fingerprint) -> std::result::Result<(), Fault> {
+    check_f32(tensor, &[1])
+}
+
+fn check_float(tensor: &TensorInfo) -> std::result::Result<(), Fault> {
+    if matches!(tensor.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) {
+        return Ok(());
+    }
+    Err(Fault::TensorDtype { found: tensor.dtype.name(), expected: "BF16, F16 or F32" })
+}
+
+fn check_f32(tensor: &TensorInfo, shape: &[u64]) -> std::result::Result<(), Fault> {
     if tensor.dtype != Dtype::F32 {
         return Err(Fault::TensorDtype { found: tensor.dtype.name(), expected: "F32" });
     }
-    if tensor.shape != [hidden_size] {
-        return Err(Fault::TensorShape { found: tensor.shape.clone(), expected: format!("[{hidden_size}]") });
+    if tensor.shape != shape {
+        return Err(Fault::TensorShape { found: tensor.shape.clone(), expected: format!("{shape:?}") });
     }
     Ok(())
 }
