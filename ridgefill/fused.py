@@ -254,7 +254,8 @@ def _difference(
         z, first = fused.product(x, [layer_map.layer])
         z = z[..., layer.columns.start - first : layer.columns.stop - first]
         found = layer.keys_values(z, layer_kwargs["position_embeddings"], scale)
-    return max(
-        float((ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-30))
+    differences = [
+        (ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-30)
         for ours, theirs in zip(found, expected, strict=True)
-    )
+    ]
+    return float(torch.stack(differences).max())  # torch's maximum of a NaN is NaN

@@ -227,7 +227,7 @@ def test_file_says_what_was_read(tmp_path: Path) -> None:
             },
         ],
     }
-    assert [phase for phase, done, total in phases if done == total] == ["solve", "held-out"]
+    assert [phase for phase, done, total in phases if done == total] == ["solve", "held-out", "choose"]
     assert ("capture", 12 * WINDOW, None) in phases
     maps.save(tmp_path / "maps.safetensors")
     loaded = RidgeMaps.load(tmp_path / "maps.safetensors")

@@ -252,7 +252,8 @@ def smollm2_maps(smollm2: tuple[Any, Any]) -> RidgeMaps:
     from ridgefill.solve import fit
 
     model, tokenizer = smollm2
-    return fit(model, tokenizer, calibration_texts(120_000), (SPLIT,), max_tokens=24_576)
+    texts = calibration_texts(120_000)
+    return fit(model, tokenizer, texts, (SPLIT,), max_tokens=24_576, features=("stream",), gains="none")
 
 
 @pytest.fixture(scope="module")

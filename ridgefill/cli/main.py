@@ -32,7 +32,12 @@ _FIGURES = (
     ("key_norm_ratio", "key norm\nexact/pred."),
     ("value_norm_ratio", "value norm\nexact/pred."),
 )
-_PHASES = {"capture": "reading activations", "solve": "solving splits", "held-out": "measuring held-out windows"}
+_PHASES = {
+    "capture": "reading activations",
+    "solve": "solving splits",
+    "held-out": "measuring held-out windows",
+    "choose": "choosing features and gains",
+}
 
 
 def main() -> None:
@@ -101,6 +106,10 @@ def _parse_lambda(_: click.Context, __: click.Parameter, value: str) -> float | 
         raise click.BadParameter(f"{value!r} is neither a number nor auto") from None
 
 
+def _parse_features(_: click.Context, __: click.Parameter, value: str) -> str | tuple[str, ...]:
+    return value if value == "auto" else tuple(value.split(","))
+
+
 def _parse_tokens(_: click.Context, __: click.Parameter, value: str | None) -> int | str | None:
     try:
         return value if value in (None, "all") else int(str(value).replace(",", ""))
@@ -147,6 +156,22 @@ def _parse_tokens(_: click.Context, __: click.Parameter, value: str | None) -> i
     help="Ridge penalty relative to the mean diagonal; auto tries a grid on held-out windows.",
 )
 @click.option(
+    "--features",
+    metavar="auto|LIST",
+    callback=_parse_features,
+    default="auto",
+    show_default=True,
+    help="What the maps read: stream, or stream,previous:1 (the row before too), or stream,mean:0.9 …; auto keeps the "
+    "row before where held-out prompts gain by it.",
+)
+@click.option(
+    "--gains",
+    type=click.Choice(["auto", "none", "norm", "lsq"]),
+    default="auto",
+    show_default=True,
+    help="One factor per kv head of predicted keys and values; auto keeps those that held-out prompts gain by.",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
     default="auto",
@@ -167,6 +192,8 @@ def fit(
     window_tokens: int,
     head: int,
     ridge_lambda: float | str,
+    features: str | tuple[str, ...],
+    gains: str,
     dtype: str,
     device: str,
     threads: int | None,
@@ -207,6 +234,8 @@ def fit(
                 window_tokens=window_tokens,
                 head=head,
                 ridge_lambda=ridge_lambda,
+                features=features,
+                gains=gains,
                 progress=progress,
             )
     finally:
@@ -352,6 +381,25 @@ def _print_document(document: dict[str, Any]) -> None:
             cells = [item["metrics"].get(key) for key, _ in figures]
             table.add_row(str(item["layer"]), *("-" if cell is None else f"{cell:.4f}" for cell in cells))
         console.print(table)
+        if choice := entry.get("choice"):
+            _print_choice(console, choice)
+
+
+def _print_choice(console: Any, choice: dict[str, Any]) -> None:
+    """What the fit tried and kept, with the held-out KL and the paired interval of each step."""
+    from rich.markup import escape
+
+    if "steps" not in choice:
+        console.print(f"nothing was chosen: {escape(str(choice.get('reason')))}", highlight=False)
+        return
+    console.print(f"chosen by KL to stock on {choice.get('prompts')} held-out prompts:", highlight=False)
+    for step in choice["steps"]:
+        change = "change {:+.4f} [{:+.4f}, {:+.4f}]".format(*step["change"]) if "change" in step else ""
+        moved = f"moves the loss by {step['dnll_moved']:+.4f}" if "dnll_moved" in step else ""
+        kept = "kept" if step["kept"] else "left out"
+        console.print(
+            f"  {step['tried']:<24} {step['kl']:.4f}  {change}{moved}  {kept}", highlight=False, soft_wrap=True
+        )
 
 
 @contextmanager
