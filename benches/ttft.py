@@ -81,12 +81,21 @@ def load(name: str, dtype: torch.dtype) -> nn.Module:
         torch.set_default_dtype(before)
 
 
-def random_maps(model: nn.Module, split: int) -> RidgeMaps:
-    """Maps of the right shapes that keep the residual stream's scale."""
+def random_maps(model: nn.Module, split: int, rank: int = 128) -> RidgeMaps:
+    """Maps of the right shapes that keep the residual stream's scale, with what their fused form needs."""
     layout = decoder_layout(model)
     d = layout.hidden_size
+    rank = min(rank, d)
+    basis = torch.linalg.qr(torch.randn(d, rank))[0].to(torch.bfloat16)
+    rest = torch.tensor([float(d - rank)])
     layers = {
-        layer: LayerMap(layer, (torch.randn(d, d) / d**0.5).to(torch.bfloat16), torch.zeros(d))
+        layer: LayerMap(
+            layer,
+            (torch.randn(d, d) / d**0.5).to(torch.bfloat16),
+            torch.zeros(d),
+            scale_basis=basis,
+            scale_residual=rest,
+        )
         for layer in range(split + 1, layout.num_layers)
     }
     fit = {"rows": 1, "held_out_rows": 0, "head": 4, "window_tokens": 1, "texts": []}
@@ -113,7 +122,9 @@ def check(model: nn.Module, maps: RidgeMaps, case: Case, ids: torch.Tensor) -> f
     return difference
 
 
-def time_case(name: str, dtype: torch.dtype, rounds: int, tokens: int | None, maps_path: str | None) -> dict[str, Any]:
+def time_case(
+    name: str, dtype: torch.dtype, rounds: int, tokens: int | None, maps_path: str | None, form: str
+) -> dict[str, Any]:
     """Check, then time exact and filled calls in turn."""
     case = CASES[name]
     case = Case(case.split, case.tail, tokens or case.tokens, case.bar)
@@ -126,15 +137,15 @@ def time_case(name: str, dtype: torch.dtype, rounds: int, tokens: int | None, ma
         started = time.perf_counter()
         first_logits(model, ids)
         exact.append(time.perf_counter() - started)
-        with ridgefill.attach(model, maps, split=case.split, tail=case.tail) as attachment:
+        with ridgefill.attach(model, maps, split=case.split, tail=case.tail, form=form) as attachment:
             started = time.perf_counter()
             first_logits(model, ids)
             filled.append(time.perf_counter() - started)
             status = attachment.status()
             parts.append(status["timings"])
-    cost = _core.prefill_cost(
-        json.dumps(model_shape(model)), prompt_tokens=case.tokens, split=case.split, tail=case.tail, head=4
-    )
+            terms: dict[str, Any] = attachment.settings.cost_terms
+    span: dict[str, Any] = {"prompt_tokens": case.tokens, "split": case.split, "tail": case.tail, "head": 4}
+    cost = _core.prefill_cost(json.dumps(model_shape(model)), **span, **terms)
     if status["rows_filled"] != cost.rows_filled:
         raise SystemExit(f"{status['rows_filled']} rows were filled, the cost model counts {cost.rows_filled}")
     ratio = statistics.median(e / f for e, f in zip(exact, filled, strict=True))
@@ -145,6 +156,8 @@ def time_case(name: str, dtype: torch.dtype, rounds: int, tokens: int | None, ma
         "split": case.split,
         "tail": case.tail,
         "rows_filled": status["rows_filled"],
+        "form": status["form"],
+        **terms,
         "exact_s": statistics.median(exact),
         "filled_s": statistics.median(filled),
         "ratio": ratio,
@@ -246,6 +259,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="another prompt length")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--maps", help="a map file; default: random maps")
+    parser.add_argument("--form", choices=("fused", "two-step"), default="fused", help="how maps are applied")
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--peak", choices=("exact", "filled"), help=argparse.SUPPRESS)
@@ -271,16 +285,17 @@ def main() -> None:
                 missed |= memory["filled"]["peak_mib"] > memory["exact"]["peak_mib"]
                 print(json.dumps(memory), flush=True)
                 continue
-            result = time_case(name, getattr(torch, dtype), options.rounds, options.tokens, options.maps)
+            result = time_case(name, getattr(torch, dtype), options.rounds, options.tokens, options.maps, options.form)
             missed |= result["of_limit"] < result["bar"]
             if options.json:
                 print(json.dumps(result), flush=True)
                 continue
             print(
-                f"{name} {result['dtype']}: {result['tokens']} tokens, {result['rows_filled']} rows filled, "
-                f"exact {result['exact_s']:.2f} s, filled {result['filled_s']:.2f} s, ratio {result['ratio']:.2f} of "
-                f"{result['ratio_flops_allow']:.2f} that FLOPs allow = {result['of_limit']:.2f} (bar {result['bar']}), "
-                f"plumb logits within {result['plumb_logit_difference']:.1e}, median of {result['rounds']}",
+                f"{name} {result['dtype']}: {result['tokens']} tokens, {result['rows_filled']} rows filled "
+                f"({result['form']}), exact {result['exact_s']:.2f} s, filled {result['filled_s']:.2f} s, "
+                f"ratio {result['ratio']:.2f} of {result['ratio_flops_allow']:.2f} that FLOPs allow = "
+                f"{result['of_limit']:.2f} (bar {result['bar']}), plumb logits within "
+                f"{result['plumb_logit_difference']:.1e}, median of {result['rounds']}",
                 flush=True,
             )
     if missed:

@@ -128,6 +128,7 @@ class Attachment:
                 "maps": self.maps_path,
                 "form": "two-step" if self.settings.fused is None else "fused",
                 "form_reason": self.form_reason,
+                "features": list(self.settings.features.names),
                 "map_bytes": self._map_bytes(),
                 "tokenizer": self.tokenizer,
                 "writers": {i: w.name for i, w in writers},
@@ -379,20 +380,21 @@ def attach(
             ]
             selection = rows.selection_settings(layout, chosen)
         rule = FillRule(tail=tail, head=head, min_bulk=min_bulk, reach=features[0].reach)
+        settings = prefill.FillSettings(
+            layout=layout,
+            split=split_maps.split,
+            maps=resident[0],
+            features=features[0] if tier != "plumb" else STREAM,
+            fused=fused,
+            writers=writers,
+            rotary_modules=rotary_modules,
+            true_inputs=tier == "plumb",
+            selects_rows=selection is not None,
+        )
         attachment = Attachment(
             tier=tier,
             rule=rule,
-            settings=prefill.FillSettings(
-                layout=layout,
-                split=split_maps.split,
-                maps=resident[0],
-                features=features[0] if tier != "plumb" else STREAM,
-                fused=fused,
-                writers=writers,
-                rotary_modules=rotary_modules,
-                true_inputs=tier == "plumb",
-                selects_rows=selection is not None,
-            ),
+            settings=settings,
             warnings=warnings,
             tokenizer=_tokenizer_word(tokenizer, loaded),
             maps_path=loaded.path,
@@ -401,7 +403,7 @@ def attach(
             model=weakref.ref(model),
             form_reason=form_reason,
             selection=selection,
-            planner=_planner(model, loaded, split_maps, rule, loss_budget) if tier == "auto" else None,
+            planner=_planner(model, loaded, settings, rule, loss_budget) if tier == "auto" else None,
         )
         _ATTACHED[model] = attachment
         _register(model, attachment)
@@ -411,18 +413,18 @@ def attach(
 
 
 def _planner(
-    model: nn.Module, maps: RidgeMaps, split_maps: SplitMaps, rule: FillRule, loss_budget: float
+    model: nn.Module, maps: RidgeMaps, settings: prefill.FillSettings, rule: FillRule, loss_budget: float
 ) -> _core.Planner:
     """The planner of the auto tier: exact against speed at one split, by operations and by what the gate measured."""
     results = (maps.gate or {}).get("results", [])
     gates = [
         {"tier": "speed", "dnll": result["dnll"]}
         for result in results
-        if (result["split"], result["tier"]) == (split_maps.split, "speed")
+        if (result["split"], result["tier"]) == (settings.split, "speed")
         and (result.get("tail") or rule.tail) <= rule.tail  # a longer tail than the gate's loses no more
     ]
     policy = {
-        "maps": [{"split": split_maps.split, "features": len(split_maps.features), "gates": gates}],
+        "maps": [{"split": settings.split, **settings.cost_terms, "gates": gates}],
         "loss_budget_nats": loss_budget,
         "tail": rule.tail,
         "head": rule.head,

@@ -411,10 +411,11 @@ def measure(
     with attach(model, maps, tokenizer=tokenizer, **settings) as attachment:
         filled_text = _answer(model, tokenizer, ids, size.new_tokens)
         rows_filled = int(attachment.status()["rows_filled"])
+        terms: dict[str, Any] = attachment.settings.cost_terms
     report("generating", 2, 2)
     if rows_filled != score.rows_filled:
         raise RidgeFillError(f"generate filled {rows_filled} rows where a plain call filled {score.rows_filled}")
-    cost = _core.prefill_cost(json.dumps(model_shape(model)), prompt_tokens=ids.shape[1], **settings)
+    cost = _core.prefill_cost(json.dumps(model_shape(model)), prompt_tokens=ids.shape[1], **settings, **terms)
     exact, filled = statistics.median(exact_ms), statistics.median(filled_ms)
     return {
         **settings,

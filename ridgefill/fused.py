@@ -48,6 +48,11 @@ class FusedLayer:
     key_gain: torch.Tensor | None  # [kv_heads, 1, 1]
     value_gain: torch.Tensor | None
 
+    @property
+    def rank(self) -> int:
+        """Directions from which the row scale is taken."""
+        return int(self.columns.stop - self.columns.start) - 2 * self.kv_dim
+
     def scale(self, z: torch.Tensor) -> torch.Tensor:
         """``1 / rms`` of the predictions whose columns are ``z`` ``[batch, rows, columns]``: ``[batch, rows, 1]``."""
         energy = z[..., 2 * self.kv_dim :].float().square().sum(-1, keepdim=True) + self.residual

@@ -52,6 +52,12 @@ class FillSettings:
     true_inputs: bool = False  # plumb: late layers get their true block input instead of the split layer's stream
     selects_rows: bool = False  # keep what rows of the bulk need to run exactly later
 
+    @property
+    def cost_terms(self) -> dict[str, int | None]:
+        """What a bulk row's fill costs depends on this: `_core.prefill_cost`'s ``features`` and ``fused_rank``."""
+        rank = None if self.fused is None else max(layer.rank for layer in self.fused.layers.values())
+        return {"features": len(self.features.names), "fused_rank": rank}
+
 
 @dataclass
 class Step:

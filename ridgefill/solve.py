@@ -94,7 +94,7 @@ def fit(
     """
     layout = decoder_layout(model)
     splits = _checked_splits(splits, layout.num_layers)
-    sets = FEATURE_SETS if features == "auto" else (_given_features(features),)
+    sets: tuple[Features, ...] = FEATURE_SETS if features == "auto" else (_given_features(features),)
     if gains not in (*GAINS, "auto"):
         raise FitError(f"gains {gains!r}: expected one of {', '.join(GAINS)} and auto")
     _check_arguments(model, layout, splits, default_split, max_tokens, window_tokens, head, ridge_lambda, held_out)
@@ -372,9 +372,9 @@ def _solve_split(
             raise FitError(f"split {split}: maps are not finite in {dtype}; store them in bfloat16 or float32")
         width = layout.hidden_size
         for slot, layer in enumerate(late):
-            columns = slice(slot * width, (slot + 1) * width)
+            of_layer = slice(slot * width, (slot + 1) * width)
             layers[layer] = LayerMap(
-                layer, weight[:, columns].contiguous().cpu(), bias[columns].float().contiguous().cpu()
+                layer, weight[:, of_layer].contiguous().cpu(), bias[of_layer].float().contiguous().cpu()
             )
     return SplitMaps(split, layers, features.names, _target(layout, late), float(ridge_lambda))
 

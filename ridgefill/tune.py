@@ -171,12 +171,11 @@ def with_gains(
     layers = {}
     for layer, layer_map in maps.layers.items():
         agreement = agreements.get((*candidate, layer))
-        compared = agreement is not None and agreement.has_keys
-        layers[layer] = replace(
-            layer_map,
-            key_gain=agreement.keys.gain(key) if compared and key != "none" else None,
-            value_gain=agreement.values.gain(value) if compared and value != "none" else None,
+        sums = (agreement.keys, agreement.values) if agreement is not None and agreement.has_keys else (None, None)
+        key_gain, value_gain = (
+            None if of is None or kind == "none" else of.gain(kind) for of, kind in zip(sums, (key, value), strict=True)
         )
+        layers[layer] = replace(layer_map, key_gain=key_gain, value_gain=value_gain)
     return replace(maps, layers=layers)
 
 
