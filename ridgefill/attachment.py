@@ -440,7 +440,8 @@ def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> Features:
         What they read.
 
     Raises:
-        AttachError: a late layer has no map, or the maps' features or target are not what the model's layers need.
+        AttachError: a late layer has no map, or one of another width, or the maps' features or target are not what the
+            model's layers need.
     """
     late = range(split_maps.split + 1, layout.num_layers)
     if missing := sorted(set(late) - set(split_maps.layers)):
@@ -449,6 +450,13 @@ def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> Features:
         features = Features.of(split_maps.features)
     except FitError as error:
         raise AttachError(f"split {split_maps.split}: this version cannot apply its maps: {error}") from error
+    expected = (features.width(layout.hidden_size), layout.hidden_size)
+    for layer in late:
+        if (found := tuple(split_maps.layers[layer].weight.shape)) != expected:
+            raise AttachError(
+                f"split {split_maps.split}: layer {layer} has a weight {list(found)}; maps that read "
+                f"{' + '.join(features.names)} have {list(expected)}"
+            )
     for layer in late:  # a raw block input serves every layer; a normalised one only a layer that normalises it anyway
         if split_maps.target not in ("raw", layout.target(layer)):
             raise AttachError(

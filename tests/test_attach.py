@@ -113,7 +113,8 @@ def test_weight_anchors_do_not_depend_on_the_dtype(llama: nn.Module) -> None:
     ("change", "word"),
     [
         ({"layers": lambda layers: dict(list(layers.items())[:-1])}, "lack late layers [5]"),
-        ({"features": lambda _: ("stream", "previous:1")}, "previous:1"),
+        ({"features": lambda _: ("stream", "mlp")}, "unknown feature 'mlp'"),
+        ({"features": lambda _: ("stream", "previous:1")}, "weight [64, 64]; maps that read stream + previous:1 have"),
         ({"target": lambda _: "mixer_input"}, "mixer_input"),
     ],
 )
