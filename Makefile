@@ -63,7 +63,7 @@ test: lint
 # What takes minutes: more real weights, a whole demonstration, and the quality bars.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
-	$(BIN)/python benches/quality.py --dtype bfloat16
+	$(BIN)/python benches/quality.py
 
 demo: setup
 	$(BIN)/ridgefill demo

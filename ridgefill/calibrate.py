@@ -55,6 +55,19 @@ def calibrate(
         }
 
 
+def bfloat16_rate_share(seconds: float = 0.2) -> float:
+    """How fast this CPU multiplies bfloat16 matrices, as a share of float32.
+
+    Measured in about ``seconds``, with torch's present number of threads; a fifth or less where the CPU has no
+    instructions for it.
+    """
+    import torch
+
+    widths, cpu = [(1024, 1024)], torch.device("cpu")
+    half, single = (_matmul_rate(widths, dtype, cpu, seconds / 2) for dtype in (torch.bfloat16, torch.float32))
+    return half / single
+
+
 def _widths(description: dict[str, Any]) -> tuple[tuple[int, int, int], list[tuple[int, int]]]:
     """(query heads, key heads, head width), and the (inputs, outputs) of one layer's matrices."""
     d = description["hidden_size"]

@@ -290,8 +290,8 @@ def run(
 
     The prompt is held-out documentation with a question at its end, through the model's chat template, assembled in
     token ids to its exact length. Both sides of a time are interleaved in one run, and every one is the wall time of
-    ``model(ids, use_cache=True, logits_to_keep=1)`` in bfloat16. Progress goes to stderr; unless ``json_output``, a
-    table goes to stdout.
+    ``model(ids, use_cache=True, logits_to_keep=1)``, in bfloat16 or in float32, whichever this CPU multiplies faster.
+    Progress goes to stderr; unless ``json_output``, a table goes to stdout.
 
     Args:
         cache: where the converted model is kept; see `model_folder`.
@@ -313,11 +313,13 @@ def run(
         except ImportError as error:
             raise RidgeFillError(f"the demo needs {error.name!r}; run: pip install 'ridgefill[demo]'") from error
 
+        from ridgefill.calibrate import bfloat16_rate_share
         from ridgefill.evaluate.report import machine
         from ridgefill.solve import fit
 
         started = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        dtype = torch.bfloat16 if bfloat16_rate_share() > 1 else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         report("reading texts", 0, None)
         texts = calibration_texts(5 * size.calibration_tokens)  # characters: more than enough tokens of each kind
@@ -341,7 +343,7 @@ def run(
             "calibration_rows": maps.fit["rows"],
             "held_out_rows": maps.fit["held_out_rows"],
             "fit_seconds": fit_seconds,
-            "dtype": "bfloat16",
+            "dtype": str(dtype).removeprefix("torch."),
             **measure(model, tokenizer, maps, ids, size, report),
             "machine": machine(),
         }

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from ridgefill import _core
-from ridgefill.calibrate import _widths, calibrate
+from ridgefill.calibrate import _widths, bfloat16_rate_share, calibrate
 from ridgefill.cli.main import commands
 from ridgefill.errors import RidgeFillError
 
@@ -50,6 +50,13 @@ def test_the_command_prints_rates_that_the_planner_takes(tmp_path: Path) -> None
     for name in ("matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s"):
         assert 1e3 < rates[name] < 1e18
     assert 1e-7 < rates["layer_call_s"] < 1
+
+
+def test_bfloat16_is_measured_beside_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1e-3 < bfloat16_rate_share(0.05) < 1e3
+    rates = {torch.bfloat16: 20.0, torch.float32: 160.0}
+    monkeypatch.setattr("ridgefill.calibrate._matmul_rate", lambda _, dtype, __, ___: rates[dtype])
+    assert bfloat16_rate_share() == 0.125
 
 
 def test_what_cannot_be_measured_is_one_line(tmp_path: Path) -> None:

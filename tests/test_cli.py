@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,21 @@ def test_fit_limits_tokens_and_takes_other_options(folder: Path, tmp_path: Path)
     assert maps.fit["head"] == 2
     assert maps.default_split == 1
     assert maps.fingerprint["tokenizer"] is not None
+
+
+@pytest.mark.parametrize(("share", "hint"), [(0.125, "float32 8 times as fast: try --dtype float32"), (3.0, "")])
+def test_a_cpu_slow_in_bfloat16_gives_a_hint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, hint: str
+) -> None:
+    monkeypatch.setattr("ridgefill.calibrate.bfloat16_rate_share", lambda: share)
+    shutil.copytree(folder / "model", tmp_path / "model")
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    arguments = ("fit", tmp_path / "model", "--text", folder / "text", "--split", "2", "-o", tmp_path / "maps", *_SMALL)
+    for chosen, expected in (((), hint), (("--dtype", "bfloat16"), "")):  # who names a dtype gets no advice
+        result = _run(*arguments, *chosen)
+        assert result.exit_code == 0, result.output
+        assert ("try --dtype" in result.stderr) == bool(expected)
+        assert expected in result.stderr
 
 
 def test_few_rows_are_a_warning_line(folder: Path, tmp_path: Path) -> None:
