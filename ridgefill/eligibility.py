@@ -100,8 +100,7 @@ def prepare(
     if padding is not None:
         real = padding.bool()
         left_pads = int(real.shape[1] - real.sum(1).min())
-        first_real = torch.arange(real.shape[1], device=real.device) >= (~real).sum(1, keepdim=True)
-        if not torch.equal(real.expand_as(first_real), first_real):
+        if not bool((real[:, 1:] >= real[:, :-1]).all()):
             return None, "the attention mask is not left padding (right padding or holes)"
         padding = padding.expand(next(iter(inputs.values())).shape[0], -1)  # one mask row may serve a whole batch
         if left_pads > (cached + rows) // 4:
