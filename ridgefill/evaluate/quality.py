@@ -133,11 +133,25 @@ def prefill_logits(model: nn.Module, ids: torch.Tensor, tail: int, cache: Any = 
     return logits
 
 
-def score_tail(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, *, rows_filled: int) -> Score:
+@dataclass(frozen=True)
+class TokenScores:
+    """Two sides of one tail, token by token, float64 on the CPU; the tail's last position has no next token.
+
+    Attributes:
+        kl: KL(stock || other) at each position, nats, ``[tail]``.
+        dnll: loss minus stock's of each next token, nats, ``[tail - 1]``.
+        agree: 1 where both name the same most likely token, ``[tail]``.
+    """
+
+    kl: torch.Tensor
+    dnll: torch.Tensor
+    agree: torch.Tensor
+
+
+def token_scores(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor) -> TokenScores:
     """Compare two sets of tail logits, ``[tail, vocab]`` in any float dtype, computed in float32.
 
-    ``ids`` is the whole prompt ``[1, rows]``; its last ``tail`` positions belong to the logits. The end window is the
-    last 512 tokens of a tail of 1,024 or more, else the last half of the tail.
+    ``ids`` is the whole prompt ``[1, rows]``; its last ``tail`` positions belong to the logits.
 
     Raises:
         RidgeFillError: the shapes do not match, or a logit is not finite.
@@ -156,16 +170,27 @@ def score_tail(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, *, r
         label = labels[rows].to(p.device).unsqueeze(1)
         loss_difference.append((p.gather(1, label) - q.gather(1, label)).squeeze(1))
         agree.append(p.argmax(-1) == q.argmax(-1))
-    kl_rows, dnll_rows = torch.cat(kl).double(), torch.cat(loss_difference).double()[:-1]
+    kl_rows, dnll_rows = torch.cat(kl).double().cpu(), torch.cat(loss_difference).double()[:-1].cpu()
     if not (bool(torch.isfinite(kl_rows).all()) and bool(torch.isfinite(dnll_rows).all())):
         raise RidgeFillError("a logit is not finite; use float32 or bfloat16 and check the model's weights")
-    end_tokens = min(512, tail // 2)
+    return TokenScores(kl_rows, dnll_rows, torch.cat(agree).double().cpu())
+
+
+def score_tail(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, *, rows_filled: int) -> Score:
+    """Return the means of `token_scores`.
+
+    The end window is the last 512 tokens of a tail of 1,024 or more, else the last half of the tail.
+
+    Raises:
+        RidgeFillError: the shapes do not match, or a logit is not finite.
+    """
+    found, end_tokens = token_scores(stock, other, ids), min(512, stock.shape[0] // 2)
     return Score(
-        kl=float(kl_rows.mean()),
-        dnll=float(dnll_rows.mean()),
-        dnll_end=float(dnll_rows[-end_tokens:].mean()),
+        kl=float(found.kl.mean()),
+        dnll=float(found.dnll.mean()),
+        dnll_end=float(found.dnll[-end_tokens:].mean()),
         end_tokens=end_tokens,
-        top1=float(torch.cat(agree).double().mean()),
+        top1=float(found.agree.mean()),
         rows_filled=rows_filled,
     )
 
@@ -317,14 +342,15 @@ def filled_tail(
         tail, rows_filled = ids.shape[1] - step.fill_end, step.fill_end - step.fill_start
         selected = torch.empty(0, dtype=torch.int64, device=ids.device)
         with ExitStack() as undo:
-            selection = None
+            selection: Selection | None = None
             if choice is not None:
                 undo.callback(setattr, WAITING, "selection", None)
                 for handle in choice.hook(settings.layout):
                     undo.callback(handle.remove)
-                selection = await_tail(settings, choice, step, bulk)
-                if isinstance(selection, str):
-                    raise RidgeFillError(f"no row is selected, so there is nothing to score: {selection}")
+                awaited = await_tail(settings, choice, step, bulk)
+                if isinstance(awaited, str):
+                    raise RidgeFillError(f"no row is selected, so there is nothing to score: {awaited}")
+                selection = awaited
                 if choice.drop_unselected:
                     spans = {"head": step.fill_start, "tail": tail, "rows": ids.shape[1]}
                     hidden = late_layers_without_bulk(model, split=settings.split, selection=selection, **spans)
