@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,13 @@ def test_mcnemar_by_hand() -> None:
     assert same.change.low == pytest.approx(-(1 - 0.0125 ** (1 / 96)))
     with pytest.raises(RidgeFillError, match="pairs"):
         exact_mcnemar([True], [True, False])
+
+
+def test_a_missing_scipy_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(RidgeFillError, match=r"ridgefill\[gate\]"):
+        exact_mcnemar([True], [True])
 
 
 def test_sign_test_and_least_visible_effects() -> None:

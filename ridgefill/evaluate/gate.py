@@ -42,6 +42,7 @@ from ridgefill.evaluate.stats import (
     mean_interval,
     minimum_detectable_effect,
     minimum_detectable_losses,
+    scipy_stats,
     sign_test,
 )
 from ridgefill.layout import cache_argument_name
@@ -174,6 +175,7 @@ def run_gate(
         raise RidgeFillError(f"splits {settings.splits}, tiers {settings.tiers}: expected splits, and {[*VARIANT_OF]}")
     for split in settings.splits:
         maps.at(split)
+    scipy_stats()  # missing, it would be missed only at the end
     started = clock()
 
     def spent() -> float:

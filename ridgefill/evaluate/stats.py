@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,19 @@ def ratio_interval(
     return _interval(float(top.mean() / bottom.mean()), np.nan_to_num(ratios, nan=np.inf), level)
 
 
+def scipy_stats() -> Any:
+    """Return ``scipy.stats``, which the exact tests need and bootstrap intervals do not.
+
+    Raises:
+        RidgeFillError: SciPy is not installed.
+    """
+    try:
+        import scipy.stats
+    except ImportError as error:
+        raise RidgeFillError("the package 'scipy' is not installed: run pip install 'ridgefill[gate]'") from error
+    return scipy.stats
+
+
 @dataclass(frozen=True)
 class McNemar:
     """The exact McNemar test of paired yes-or-no outcomes: only the pairs that differ count.
@@ -85,8 +99,7 @@ def exact_mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
     Raises:
         RidgeFillError: the sides differ in length, or are empty.
     """
-    from scipy.stats import binomtest
-
+    binomtest = scipy_stats().binomtest
     if len(first) != len(second) or not first:
         raise RidgeFillError(f"McNemar's test needs pairs, found {len(first)} and {len(second)} outcomes")
     lost = sum(a and not b for a, b in zip(first, second, strict=True))
@@ -99,8 +112,7 @@ def exact_mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
 
 def sign_test(differences: Sequence[float]) -> float:
     """Return the two-sided p of the sign test: how uneven the signs are of differences that are not zero."""
-    from scipy.stats import binomtest
-
+    binomtest = scipy_stats().binomtest
     up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     return float(binomtest(up, up + down).pvalue) if up + down else 1.0
 
@@ -111,8 +123,7 @@ def minimum_detectable_effect(differences: Sequence[float], *, level: float = 0.
     ``(z_level + z_power) sd / sqrt(n)``, the usual normal approximation (scipy.stats.norm); "this run could not have
     seen less than …".
     """
-    from scipy.stats import norm
-
+    norm = scipy_stats().norm
     data = _checked(differences, "differences")
     z = norm.ppf((1 + level) / 2) + norm.ppf(power)
     return float(z * data.std(ddof=1) / np.sqrt(len(data)))
