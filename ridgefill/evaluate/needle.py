@@ -110,7 +110,7 @@ WORDINGS = (
             "What has to be said at the {key}?",
             "What is the secret phrase that belongs to the {key}?",
         ),
-        "The phrase for the {key} is",
+        "The password for the {key} is",
         _KEYS,
         _phrase,
     ),
