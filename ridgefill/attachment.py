@@ -24,6 +24,7 @@ from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, model_s
 from ridgefill.maps import RidgeMaps, SplitMaps
 from ridgefill.scorers import RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
+from ridgefill.verdict import gate_word
 from ridgefill.writers import late_layer_writers
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Attachment:
     signature: Signature
     model: weakref.ref[nn.Module]
     form_reason: str = ""
+    gate: str = ""
     selection: rows.SelectionSettings | None = None
     planner: _core.Planner | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
@@ -110,8 +112,9 @@ class Attachment:
         ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. ``ran``
         is the tier that it ran in, which ``auto`` chooses at each call. ``rows_selected`` rows of the fill span ran
         exactly through every layer (``gates``: how many ran on at each gate); when none did, ``selection`` says why.
-        Decode steps are counted in ``counters``, and do not replace the prefill before them. ``timings`` are wall times
-        of the calling thread; on a GPU, which works behind it, they are the times to launch.
+        ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). Decode steps are
+        counted in ``counters``, and do not replace the prefill before them. ``timings`` are wall times of the calling
+        thread; on a GPU, which works behind it, they are the times to launch.
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")
@@ -126,6 +129,7 @@ class Attachment:
                 "min_bulk": self.rule.min_bulk,
                 **last,
                 "maps": self.maps_path,
+                "gate": self.gate,
                 "form": "two-step" if self.settings.fused is None else "fused",
                 "form_reason": self.form_reason,
                 "features": list(self.settings.features.names),
@@ -353,6 +357,16 @@ def attach(
             message for _, message in _core.compare_fingerprints(json.dumps(loaded.fingerprint), json.dumps(found))
         ]
         split_maps = loaded.at(min(gates) if gates else split)
+        gate, gate_warning = gate_word(
+            loaded.gate,
+            split=split_maps.split,
+            tier=tier,
+            tail=tail,
+            head=head,
+            share=share,
+            chosen_otherwise=gates is not None or scorer is not None,
+        )
+        warnings += [gate_warning] if gate_warning else []
         gate_maps = [loaded.at(gate) for gate in sorted(gates)] if gates else [split_maps]
         features = [_check_usable(checked, layout) for checked in gate_maps]
         for later, read in zip(gate_maps[1:], features[1:], strict=True):
@@ -402,6 +416,7 @@ def attach(
             signature=Signature.of(model),
             model=weakref.ref(model),
             form_reason=form_reason,
+            gate=gate,
             selection=selection,
             planner=_planner(model, loaded, settings, rule, loss_budget) if tier == "auto" else None,
         )

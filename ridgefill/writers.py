@@ -122,7 +122,7 @@ def late_layer_writers(layout: DecoderLayout, split: int) -> tuple[dict[int, Lay
     Raises:
         UnsupportedModelError: a late layer gets arguments that the split layer's do not determine, or keeps no cache.
     """
-    calls, rotary_outputs, rotary_modules = probe_layers(layout)
+    calls, rotary_outputs, modules = probe_layers(layout)
     split_kwargs = calls[split]
     writers: dict[int, LayerWriter] = {}
     for layer_idx in range(split, layout.num_layers):
@@ -134,7 +134,12 @@ def late_layer_writers(layout: DecoderLayout, split: int) -> tuple[dict[int, Lay
         chosen = direct if name == "direct" and direct is not None else generic
         writers[layer_idx] = LayerWriter(name, reason, chosen, rotary_call)
     needed = any(writer.rotary_call is not None for writer in writers.values())
-    return writers, rotary_modules if needed else ()
+    return writers, modules if needed else ()
+
+
+def rotary_modules(layout: DecoderLayout) -> tuple[nn.Module, ...]:
+    """The base model's rotary modules, which make the tables that its layers are given."""
+    return tuple(module for name, module in layout.base.named_children() if "rotary" in name or "rope" in name)
 
 
 def probe_layers(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any], tuple[nn.Module, ...]]:
@@ -143,7 +148,7 @@ def probe_layers(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any]
 
     calls: list[dict[str, Any]] = []
     rotary_outputs: list[Any] = []
-    rotary_modules = tuple(m for name, m in layout.base.named_children() if "rotary" in name or "rope" in name)
+    modules = rotary_modules(layout)
 
     def on_layer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1:
@@ -158,7 +163,7 @@ def probe_layers(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any]
     handles: list[RemovableHandle] = []
     try:
         handles.extend(layer.register_forward_pre_hook(on_layer, with_kwargs=True) for layer in layout.layers)
-        handles.extend(module.register_forward_hook(on_rotary) for module in rotary_modules)
+        handles.extend(module.register_forward_hook(on_rotary) for module in modules)
         with torch.no_grad():
             layout.base(
                 input_ids=torch.arange(_PROBE_ROWS, device=layout.embeddings.device).unsqueeze(0)
@@ -172,7 +177,7 @@ def probe_layers(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any]
         raise UnsupportedModelError(
             f"{type(layout.base).__name__} ran {len(calls)} layers in one forward, expected {layout.num_layers}"
         )
-    return calls, rotary_outputs, rotary_modules
+    return calls, rotary_outputs, modules
 
 
 def _rotary_call(

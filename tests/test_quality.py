@@ -14,9 +14,14 @@ from ridgefill.attachment import attach
 from ridgefill.demo import KINDS, calibration_texts, standard_texts
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.quality import (
+    SELECTING_VARIANTS,
+    SHARE,
+    VARIANTS,
     BulkPrefill,
     ExactPrefill,
+    PairedPrompt,
     Result,
+    Variants,
     evaluate,
     held_out_windows,
     identity_maps,
@@ -28,6 +33,7 @@ from ridgefill.evaluate.quality import (
 )
 from ridgefill.evaluate.stats import mean_interval, ratio_interval
 from ridgefill.maps import RidgeMaps
+from ridgefill.scorers import RandomScorer
 
 # --- figures by hand -----------------------------------------------------------------------------------------------
 
@@ -216,6 +222,45 @@ def test_selected_rows_are_scored_as_the_product_runs_them(family: str) -> None:
     one = bulk.score(maps, exact.logits, choice=bulk.choice(share=0.001, drop=True))
     assert one.kl == pytest.approx(exact.score_without_bulk(split=3).kl, rel=0.5)
     assert not model.model.layers[3]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_stock_prefill_serves_every_variant(family: str, variant: str) -> None:
+    model, tail, split = tiny_model(family), 16, 3
+    ids, maps = prompt(96), random_maps(model)
+    paired = PairedPrompt(Variants(model, maps), ids, tail=tail, splits=(2, split))
+    assert torch.equal(paired.stock, prefill_logits(model, ids, tail))
+    exact, bulk = ExactPrefill(model, ids, tail), BulkPrefill(model, maps, ids, split=split, tail=tail)
+    if variant == "no bulk":
+        expected = exact.score_without_bulk(split=split)
+    elif variant in SELECTING_VARIANTS:
+        scorer = RandomScorer() if variant == "random rows" else None
+        expected = bulk.score(
+            maps, paired.stock, choice=bulk.choice(share=SHARE, scorer=scorer, drop=variant == "drop")
+        )
+    else:
+        used = {"identity": identity_maps(maps), "swapped": swapped_maps(maps, split, 4, 5)}.get(variant, maps)
+        expected = bulk.score(used, paired.stock, fill_head=variant == "head=0")
+    found = paired.score(split, variant)
+    assert found.kl == pytest.approx(expected.kl, rel=1e-3)
+    assert found.kl > 1e-3
+    assert found.rows_filled == expected.rows_filled
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_decode_step_hides_what_its_prompt_s_tail_did(family: str) -> None:
+    model, tail, head, split = tiny_model(family), 12, 4, 0
+    ids, other = prompt(64), prompt(64, seed=9)
+    other[:, :head], other[:, -tail:] = ids[:, :head], ids[:, -tail:]
+    maps = random_maps(model, split=split)
+    found = []
+    for given in (ids, other):
+        with PairedPrompt(Variants(model, maps), given, tail=tail, splits=(split,)).variant(split, "no bulk") as filled:
+            found.append(prefill_logits(model, torch.tensor([[7]]), 1, filled.cache))
+    # Late layers are all layers: with the bulk hidden from each, what it held cannot matter.
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_identity_and_swapped_maps() -> None:

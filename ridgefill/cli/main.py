@@ -1,4 +1,4 @@
-"""`ridgefill fit`, `inspect`, `bench` and `demo`. Results go to stdout, everything else to stderr."""
+"""`ridgefill fit`, `gate`, `inspect`, `bench` and `demo`. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,11 @@ _PHASES = {
     "solve": "solving splits",
     "held-out": "measuring held-out windows",
     "choose": "choosing features and gains",
+    "lengths": "asking the stock model",
+    "needles": "needles",
+    "distance": "far-dependent tokens, controls",
+    "splice": "splices",
+    "cost": "timing",
 }
 
 
@@ -87,6 +93,7 @@ def commands() -> None:
 
     \b
       ridgefill fit MODEL --text docs/ --split 15,20 -o maps.safetensors
+      ridgefill gate MODEL maps.safetensors -o report
       ridgefill inspect maps.safetensors
       ridgefill demo
 
@@ -256,6 +263,123 @@ def fit(
     else:
         _print_document(document)
         click.echo(f"fitted in {seconds:.1f} s", err=True)
+
+
+def _parse_numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if value is None else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers like 1024,2048") from None
+
+
+def _parse_seconds(_: click.Context, __: click.Parameter, value: str) -> float:
+    units = {"s": 1, "m": 60, "h": 3600}
+    try:
+        seconds = float(value[:-1]) * units[value[-1:]] if value[-1:] in units else float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise click.BadParameter(f"{value!r} is not a time like 90s, 20m or 2h")
+    return seconds
+
+
+@commands.command()
+@click.argument("model")
+@click.argument("maps", type=click.Path(path_type=Path))
+@click.option("--splits", metavar="LAYERS", callback=_parse_numbers, help="Splits to try.  [default: all in the file]")
+@click.option("--tiers", default="speed,quality", show_default=True, help="Tiers to try.")
+@click.option(
+    "--lengths",
+    metavar="TOKENS",
+    default="1024,2048",
+    callback=_parse_numbers,
+    show_default=True,
+    help="Prompt lengths; those are used at which the model itself finds 90% of the needles.",
+)
+@click.option("--tail", default=512, show_default=True, help="The last rows that stay exact, as in attach.")
+@click.option("--share", default=0.1, show_default=True, help="The part of the bulk that tier quality runs exactly.")
+@click.option("--items", default=96, type=click.IntRange(min=8), show_default=True, help="Needles of each length.")
+@click.option("--documents", default=12, type=click.IntRange(min=3), show_default=True, help="Texts whose loss counts.")
+@click.option(
+    "--budget",
+    "budget_seconds",
+    default="20m",
+    callback=_parse_seconds,
+    show_default=True,
+    help="About how long it may take; what does not fit is left out, and the verdicts say what they could not see.",
+)
+@click.option("-o", "--output", default="report", type=click.Path(path_type=Path), show_default=True, help="A folder.")
+@click.option("--record", is_flag=True, help="Store the verdicts in MAPS, where attach and ridgefill-plan find them.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …; auto takes a GPU if any.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's own choice]")
+@reports_errors
+def gate(
+    model: str,
+    maps: Path,
+    splits: tuple[int, ...] | None,
+    tiers: str,
+    lengths: tuple[int, ...],
+    tail: int,
+    share: float,
+    items: int,
+    documents: int,
+    budget_seconds: float,
+    output: Path,
+    record: bool,
+    dtype: str,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Measure what MAPS break in MODEL, and say whether to turn them on.
+
+    Facts hidden in the filled rows and asked for at the end, the loss of tokens that need far context, and exact values
+    put back part by part, for each split and tier, beside controls that must fail. Writes index.html, gate.json, the
+    results of every prompt and its settings. The exit code is 0 if at least one split and tier passes.
+
+    Example: ridgefill gate ./my-model maps.safetensors --budget 20m -o report
+    """
+    from ridgefill.cli.loading import load_model
+
+    if output.exists() and not output.is_dir():
+        raise RidgeFillError(f"output {output}: is a file; name a folder")
+    if record:
+        _check_output(maps)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+
+    import torch
+
+    from ridgefill.evaluate.gate import GateSettings, map_file_entry, run_gate
+    from ridgefill.evaluate.report import write_report
+    from ridgefill.maps import RidgeMaps
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    held = RidgeMaps.load(maps)
+    settings = GateSettings(
+        splits or tuple(held.splits),
+        tuple(tiers.split(",")),
+        lengths,
+        tail=tail,
+        share=share,
+        items=items,
+        documents=documents,
+        budget_seconds=budget_seconds,
+    )
+    with _progress_bars() as progress:
+        found = run_gate(loaded, tokenizer, held, settings, progress=progress)
+    write_report(output, found)
+    for result in found.document["results"]:
+        reasons = "".join(f"\n    {reason}" for reason in result["reasons"])
+        click.echo(f"split {result['split']}, tier {result['tier']}: {result['verdict']}{reasons}")
+    click.echo(f"{output / 'index.html'}: the report", err=True)
+    if record:
+        replace(held, gate=map_file_entry(found.document)).save(maps)
+        click.echo(f"{maps}: holds the verdicts", err=True)
+    if found.document["verdict"] != "pass":
+        raise click.exceptions.Exit(1)
 
 
 @commands.command()

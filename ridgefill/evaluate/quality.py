@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from ridgefill.rows import (
 )
 from ridgefill.scorers import RandomScorer, RowScorer
 from ridgefill.synth import resident_maps
+from ridgefill.writers import rotary_modules
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,11 +133,25 @@ def prefill_logits(model: nn.Module, ids: torch.Tensor, tail: int, cache: Any = 
     return logits
 
 
-def score_tail(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, *, rows_filled: int) -> Score:
+@dataclass(frozen=True)
+class TokenScores:
+    """Two sides of one tail, token by token, float64 on the CPU; the tail's last position has no next token.
+
+    Attributes:
+        kl: KL(stock || other) at each position, nats, ``[tail]``.
+        dnll: loss minus stock's of each next token, nats, ``[tail - 1]``.
+        agree: 1 where both name the same most likely token, ``[tail]``.
+    """
+
+    kl: torch.Tensor
+    dnll: torch.Tensor
+    agree: torch.Tensor
+
+
+def token_scores(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor) -> TokenScores:
     """Compare two sets of tail logits, ``[tail, vocab]`` in any float dtype, computed in float32.
 
-    ``ids`` is the whole prompt ``[1, rows]``; its last ``tail`` positions belong to the logits. The end window is the
-    last 512 tokens of a tail of 1,024 or more, else the last half of the tail.
+    ``ids`` is the whole prompt ``[1, rows]``; its last ``tail`` positions belong to the logits.
 
     Raises:
         RidgeFillError: the shapes do not match, or a logit is not finite.
@@ -154,16 +170,27 @@ def score_tail(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, *, r
         label = labels[rows].to(p.device).unsqueeze(1)
         loss_difference.append((p.gather(1, label) - q.gather(1, label)).squeeze(1))
         agree.append(p.argmax(-1) == q.argmax(-1))
-    kl_rows, dnll_rows = torch.cat(kl).double(), torch.cat(loss_difference).double()[:-1]
+    kl_rows, dnll_rows = torch.cat(kl).double().cpu(), torch.cat(loss_difference).double()[:-1].cpu()
     if not (bool(torch.isfinite(kl_rows).all()) and bool(torch.isfinite(dnll_rows).all())):
         raise RidgeFillError("a logit is not finite; use float32 or bfloat16 and check the model's weights")
-    end_tokens = min(512, tail // 2)
+    return TokenScores(kl_rows, dnll_rows, torch.cat(agree).double().cpu())
+
+
+def score_tail(stock: torch.Tensor, other: torch.Tensor, ids: torch.Tensor, *, rows_filled: int) -> Score:
+    """Return the means of `token_scores`.
+
+    The end window is the last 512 tokens of a tail of 1,024 or more, else the last half of the tail.
+
+    Raises:
+        RidgeFillError: the shapes do not match, or a logit is not finite.
+    """
+    found, end_tokens = token_scores(stock, other, ids), min(512, stock.shape[0] // 2)
     return Score(
-        kl=float(kl_rows.mean()),
-        dnll=float(dnll_rows.mean()),
-        dnll_end=float(dnll_rows[-end_tokens:].mean()),
+        kl=float(found.kl.mean()),
+        dnll=float(found.dnll.mean()),
+        dnll_end=float(found.dnll[-end_tokens:].mean()),
         end_tokens=end_tokens,
-        top1=float(torch.cat(agree).double().mean()),
+        top1=float(found.agree.mean()),
         rows_filled=rows_filled,
     )
 
@@ -229,7 +256,7 @@ def swapped_maps(maps: RidgeMaps, split: int, a: int, b: int) -> RidgeMaps:
 def late_layers_without_bulk(
     model: nn.Module, *, split: int, head: int, tail: int, rows: int, selection: Selection | None = None
 ) -> Iterator[None]:
-    """Hide the bulk from layers ``split`` and later while a prompt's tail runs over a cache of its first rows.
+    """Hide the bulk from layers ``split`` and later while a prompt's tail, and decode steps after it, run over a cache.
 
     Columns of absolute positions ``[head, rows - tail)`` are masked, but for the rows that ``selection`` has chosen
     when the tail reaches the split; everything else stays the model's own. A fill that does not beat this control is
@@ -238,28 +265,105 @@ def late_layers_without_bulk(
     Raises:
         RidgeFillError: (inside) a late layer got no 4-D mask, so that nothing could be hidden from it.
     """
+    layout = decoder_layout(model)
 
-    def hide(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def hide(
+        layer_idx: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         mask = kwargs.get("attention_mask")
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        kept = kwargs.get(layout.cache_argument)
+        kept = None if kept is None or len(kept.layers) <= layer_idx else kept.layers[layer_idx]
+        if mask is None and hidden_states.shape[1] == 1 and kept is not None:  # a decode step sees all rows unmasked
+            mask = torch.ones(1, 1, 1, kept.keys.shape[-2] + 1, dtype=torch.bool, device=hidden_states.device)
         if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
             found = f"{mask.ndim}-D" if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise RidgeFillError(f"cannot hide the bulk: {type(module).__name__} got a mask that is {found}, not 4-D")
-        # A sliding layer's cache ends at the same row but may begin later: column j is position rows - columns + j.
-        positions = torch.arange(rows - mask.shape[-1], rows, device=mask.device)
+        # A sliding layer's cache ends at the same row but may begin later: column j is position end - columns + j.
+        end = rows if kept is None else int(kept.get_seq_length()) + hidden_states.shape[1]
+        positions = torch.arange(end - mask.shape[-1], end, device=mask.device)
         hidden = (positions >= head) & (positions < rows - tail)
         if selection is not None and selection.rows is not None:
             hidden &= ~torch.isin(positions, selection.rows[0])
         mask = mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
         return args, {**kwargs, "attention_mask": mask}
 
-    late = list(decoder_layout(model).layers)[split:]
     handles = []
     try:
-        handles += [layer.register_forward_pre_hook(hide, with_kwargs=True) for layer in late]
+        for layer_idx in range(split, layout.num_layers):
+            hook = functools.partial(hide, layer_idx)
+            handles.append(layout.layers[layer_idx].register_forward_pre_hook(hook, with_kwargs=True))
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@dataclass(frozen=True)
+class FilledTail:
+    """A prompt whose tail the stock forward has just run over a filled cache: to be scored, or decoded from.
+
+    Attributes:
+        logits: the tail's, ``[tail, vocab]``.
+        cache: all rows of the prompt.
+        fill: the fill span ``[from, to)``, absolute positions, as `Attachment.status` has it.
+        selected: positions of bulk rows that ran exactly through every layer, ``[count]``.
+        rows_filled: rows of each late layer that were predicted and seen; 0 for controls that fill nothing.
+    """
+
+    logits: torch.Tensor
+    cache: Any
+    fill: tuple[int, int]
+    selected: torch.Tensor
+    rows_filled: int
+
+
+@contextmanager
+def filled_tail(
+    model: nn.Module,
+    settings: FillSettings,
+    step: Step,
+    bulk: Bulk,
+    ids: torch.Tensor,
+    choice: SelectionSettings | None = None,
+    edit: Callable[[Any], None] | None = None,
+) -> Iterator[FilledTail]:
+    """Fill ``step``'s cache and run the tail of ``ids`` ``[1, rows]`` over it; decode steps belong inside.
+
+    ``choice`` says which rows are selected, ``edit`` changes the filled cache before the tail sees it.
+
+    Raises:
+        RidgeFillError: rows were to be selected and none was.
+    """
+    with torch.no_grad():
+        write_late_layers(settings, step, bulk)
+        if edit is not None:
+            edit(step.cache)
+        tail, rows_filled = ids.shape[1] - step.fill_end, step.fill_end - step.fill_start
+        selected = torch.empty(0, dtype=torch.int64, device=ids.device)
+        with ExitStack() as undo:
+            selection: Selection | None = None
+            if choice is not None:
+                undo.callback(setattr, WAITING, "selection", None)
+                for handle in choice.hook(settings.layout):
+                    undo.callback(handle.remove)
+                awaited = await_tail(settings, choice, step, bulk)
+                if isinstance(awaited, str):
+                    raise RidgeFillError(f"no row is selected, so there is nothing to score: {awaited}")
+                selection = awaited
+                if choice.drop_unselected:
+                    spans = {"head": step.fill_start, "tail": tail, "rows": ids.shape[1]}
+                    hidden = late_layers_without_bulk(model, split=settings.split, selection=selection, **spans)
+                    undo.enter_context(hidden)
+            logits = prefill_logits(model, ids[:, step.fill_end :], tail, step.cache)
+            if selection is not None:
+                if selection.rows is None:
+                    raise RidgeFillError(
+                        "the tail passed no gate, so no row was selected and there is nothing to score"
+                    )
+                selected = selection.rows[0]
+                rows_filled = 0 if selection.choice.drop_unselected else rows_filled - len(selected)
+            yield FilledTail(logits, step.cache, (step.fill_start, step.fill_end), selected, rows_filled)
 
 
 class ExactPrefill:
@@ -349,37 +453,8 @@ class BulkPrefill:
         step, bulk = replace(self._step, cache=copy.deepcopy(self._step.cache)), replace(self._bulk)
         if fill_head:
             step, bulk = replace(step, fill_start=0), replace(bulk, head_cache=None)
-        with torch.no_grad():
-            write_late_layers(settings, step, bulk)
-        rows_filled = step.fill_end - step.fill_start
-        selecting: AbstractContextManager[Selection | None] = nullcontext()
-        if choice is not None:
-            selecting = self._selecting(settings, choice, step, bulk)
-        with selecting as selection:
-            logits = prefill_logits(self._model, self._ids[:, step.fill_end :], self._tail, step.cache)
-        if selection is not None:
-            if selection.rows is None:
-                raise RidgeFillError("the tail passed no gate, so no row was selected and there is nothing to score")
-            rows_filled = 0 if selection.choice.drop_unselected else rows_filled - selection.rows.shape[1]
-        return score_tail(stock, logits, self._ids, rows_filled=rows_filled)
-
-    @contextmanager
-    def _selecting(
-        self, settings: FillSettings, choice: SelectionSettings, step: Step, bulk: Bulk
-    ) -> Iterator[Selection]:
-        """Let the tail that runs inside select rows."""
-        with ExitStack() as undo:
-            for handle in choice.hook(settings.layout):
-                undo.callback(handle.remove)
-            undo.callback(setattr, WAITING, "selection", None)
-            selection = await_tail(settings, choice, step, bulk)
-            if isinstance(selection, str):
-                raise RidgeFillError(f"no row is selected, so there is nothing to score: {selection}")
-            if choice.drop_unselected:
-                spans = {"head": step.fill_start, "tail": self._tail, "rows": self._ids.shape[1]}
-                hidden = late_layers_without_bulk(self._model, split=settings.split, selection=selection, **spans)
-                undo.enter_context(hidden)
-            yield selection
+        with filled_tail(self._model, settings, step, bulk, self._ids, choice) as filled:
+            return score_tail(stock, filled.logits, self._ids, rows_filled=filled.rows_filled)
 
     def choice(self, *, share: float, scorer: RowScorer | None = None, drop: bool = False) -> SelectionSettings:
         """How to select rows of this prompt: by the tail's attention unless a scorer is given.
@@ -389,6 +464,165 @@ class BulkPrefill:
         layout, split = self._settings.layout, self._settings.split
         gate = Gate(split, share, self._settings.maps, scorer or attention_scorer(layout, split))
         return replace(selection_settings(layout, [gate]), drop_unselected=drop)
+
+
+class Variants:
+    """What the variants of a fill need of a model and its maps, made once for any number of prompts."""
+
+    def __init__(self, model: nn.Module, maps: RidgeMaps, *, form: str = "auto") -> None:
+        self.model, self.maps, self.layout = model, replace(maps, gate=None), decoder_layout(model)
+        self._form = form
+        self._settings: dict[tuple[int, str], FillSettings] = {}
+        self._choices: dict[int, SelectionSettings] = {}
+
+    def settings(self, split: int, variant: str = "fill") -> FillSettings:
+        """The product's own settings of a split, for ``identity`` and ``swapped`` with the control's maps."""
+        kind = variant if variant in ("identity", "swapped") else "fill"
+        if (split, kind) not in self._settings:
+            maps = self.maps
+            if kind == "identity":
+                maps = identity_maps(maps)
+            elif kind == "swapped":
+                maps = swapped_maps(maps, split, *_swapped_layers(maps.at(split)))
+            with attach(self.model, maps, split=split, form=self._form) as attachment:
+                settings = attachment.settings
+            # A fused fill keeps no two-step maps, which scores from predicted queries read.
+            resident = resident_maps(maps.at(split), self.layout)
+            self._settings[split, kind] = replace(settings, maps=resident)
+        return self._settings[split, kind]
+
+    def choice(
+        self, split: int, *, share: float, scorer: RowScorer | None = None, drop: bool = False
+    ) -> SelectionSettings:
+        """How rows are selected at a split: by the tail's attention unless a scorer is given."""
+        gate = Gate(split, share, self.settings(split).maps, scorer or attention_scorer(self.layout, split))
+        if split not in self._choices:
+            self._choices[split] = selection_settings(self.layout, [gate])
+        return replace(self._choices[split], gates=(gate,), drop_unselected=drop)
+
+
+class PairedPrompt:
+    """One prompt, prefilled once by the stock model; every variant of a fill at every split starts from that pass.
+
+    The layers below a split are the same in both, and the stock pass goes through every split's stream, so that a
+    variant costs what its late layers write and the tail. `Attachment` gives the same to rounding: its head runs by
+    itself, and its bulk without the tail behind it.
+
+    Attributes:
+        stock: the stock model's logits of the tail, ``[tail, vocab]``.
+    """
+
+    def __init__(
+        self, variants: Variants, ids: torch.Tensor, *, tail: int, head: int = 4, splits: Sequence[int]
+    ) -> None:
+        from transformers import DynamicCache
+
+        if not head < ids.shape[1] - tail:
+            raise RidgeFillError(f"a prompt of {ids.shape[1]} rows has no bulk between head={head} and tail={tail}")
+        self._variants, self.ids, self.tail, self.head = variants, ids, tail, head
+        # Without a config every layer keeps every row, also where attention slides.
+        self._cache: Any = DynamicCache()
+        self._streams: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+        self._rotary_outputs: list[Any] = []
+        layout = variants.layout
+        with ExitStack() as undo:
+            for split in splits:
+                note = functools.partial(self._note_stream, split)
+                undo.callback(layout.layers[split].register_forward_pre_hook(note, with_kwargs=True).remove)
+            for module in rotary_modules(layout):
+                undo.callback(module.register_forward_hook(self._note_tables).remove)
+            self.stock = prefill_logits(variants.model, ids, tail, self._cache)
+
+    @property
+    def fill_end(self) -> int:
+        """The bulk's end, the position of the tail's first row."""
+        return int(self.ids.shape[1]) - self.tail
+
+    def _note_stream(self, split: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        layer_kwargs = {
+            name: self._cut(value, -1 if name == "position_ids" else -2)
+            for name, value in kwargs.items()
+            if name not in ("hidden_states", "attention_mask", self._variants.layout.cache_argument)
+        }
+        hidden_states = args[0] if args else kwargs["hidden_states"]  # [1, rows, d]
+        self._streams[split] = hidden_states[:, : self.fill_end], layer_kwargs
+
+    def _note_tables(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._rotary_outputs.append(self._cut(output, -2))
+
+    def _cut(self, value: Any, dim: int) -> Any:
+        """Position ids and rotary tables of the rows before the tail; anything else as it is."""
+        if isinstance(value, tuple):
+            return tuple(self._cut(part, dim) for part in value)
+        whole = isinstance(value, torch.Tensor) and value.ndim >= -dim and value.shape[dim] == self.ids.shape[1]
+        return value.narrow(dim, 0, self.fill_end) if whole else value
+
+    def exact_rows(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stock's keys and values of a layer, ``[1, kv_heads, rows, head_dim]``."""
+        layer = self._cache.layers[layer_idx]
+        return layer.keys, layer.values
+
+    def _first_rows(self, rows: int, layers: int) -> Any:
+        """A new cache of stock's first rows in its first layers."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer_idx in range(layers):
+            keys, values = self.exact_rows(layer_idx)
+            cache.update(keys[..., :rows, :], values[..., :rows, :], layer_idx)
+        return cache
+
+    @contextmanager
+    def variant(
+        self,
+        split: int,
+        variant: str,
+        *,
+        share: float = SHARE,
+        scorer: RowScorer | None = None,
+        edit: Callable[[Any], None] | None = None,
+    ) -> Iterator[FilledTail]:
+        """The tail under one of `VARIANTS`, or ``stock``; decode steps from it belong inside.
+
+        ``share`` and ``scorer`` belong to `SELECTING_VARIANTS`, ``edit`` (of the filled cache) to those that fill.
+        """
+        layout, rows = self._variants.layout, int(self.ids.shape[1])
+        span, nothing = (self.head, self.fill_end), torch.empty(0, dtype=torch.int64, device=self.ids.device)
+        if variant == "stock":
+            yield FilledTail(self.stock, self._first_rows(rows, layout.num_layers), span, nothing, 0)
+            return
+        if variant == "no bulk":
+            cache, model = self._first_rows(self.fill_end, layout.num_layers), self._variants.model
+            with late_layers_without_bulk(model, split=split, head=self.head, tail=self.tail, rows=rows):
+                logits = prefill_logits(model, self.ids[:, self.fill_end :], self.tail, cache)
+                yield FilledTail(logits, cache, span, nothing, 0)
+            return
+        stream, layer_kwargs = self._streams[split]
+        head = 0 if variant == "head=0" else self.head
+        step = Step(
+            inputs={"input_ids": self.ids},
+            padding=None,
+            position_ids=None,
+            cache=self._first_rows(self.fill_end, split),
+            cached_tokens=0,
+            fill_start=head,
+            fill_end=self.fill_end,
+        )
+        head_cache = self._first_rows(head, layout.num_layers) if head else None
+        bulk = Bulk(0, stream, layer_kwargs, self._rotary_outputs, head_cache, None)
+        settings, choice = self._variants.settings(split, variant), None
+        if variant in SELECTING_VARIANTS:
+            if variant == "random rows":
+                scorer = RandomScorer()
+            choice = self._variants.choice(split, share=share, scorer=scorer, drop=variant == "drop")
+            settings = replace(settings, selects_rows=True)
+        with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, edit) as filled:
+            yield filled
+
+    def score(self, split: int, variant: str) -> Score:
+        """A variant's tail against stock's."""
+        with self.variant(split, variant) as filled:
+            return score_tail(self.stock, filled.logits, self.ids, rows_filled=filled.rows_filled)
 
 
 # --- the whole table -----------------------------------------------------------------------------------------------
@@ -411,36 +645,22 @@ def evaluate(
     ``random rows`` (as many, drawn at random), ``drop`` (quality's rows, the others hidden from the late layers instead
     of filled), ``no bulk`` (late layers that see no bulk row), ``identity`` (the stream handed on), ``head=0`` (no
     exact head rows), ``swapped`` (the maps of the first and the last mapped layer exchanged).
-    ``progress(done, total)`` counts windows. Cost of a window: one stock prefill, the layers below each split over the
-    bulk, and the tail for each scored variant.
+    ``progress(done, total)`` counts windows. Cost of a window: one stock prefill, and what each scored variant's late
+    layers write, and its tail.
 
     Raises:
         RidgeFillError: an unknown variant; a split the maps lack; a window without bulk rows.
     """
     if unknown := set(variants) - set(VARIANTS):
         raise RidgeFillError(f"unknown variants {sorted(unknown)}; known: {VARIANTS}")
-    identity = identity_maps(maps)
-    swapped = {
-        split: swapped_maps(maps, split, *_swapped_layers(maps.at(split))) for split in splits if "swapped" in variants
-    }
-    results = []
+    prepared, results = Variants(model, maps), []
     for done, window in enumerate(windows):
         if progress is not None:
             progress(done, len(windows))
-        exact = ExactPrefill(model, window.ids, tail)
+        prompt = PairedPrompt(prepared, window.ids, tail=tail, head=head, splits=splits)
         for split in splits:
-            bulk = BulkPrefill(model, maps, window.ids, split=split, tail=tail, head=head)
-            for variant in variants:
-                if variant == "no bulk":
-                    score = exact.score_without_bulk(split=split, head=head)
-                elif variant in SELECTING_VARIANTS:
-                    scorer = RandomScorer() if variant == "random rows" else None
-                    choice = bulk.choice(share=SHARE, scorer=scorer, drop=variant == "drop")
-                    score = bulk.score(maps, exact.logits, choice=choice)
-                else:
-                    used = {"identity": identity, "swapped": swapped.get(split, maps)}.get(variant, maps)
-                    score = bulk.score(used, exact.logits, fill_head=variant == "head=0")
-                results.append(Result(window.kind, window.name, split, variant, score))
+            scores = ((variant, prompt.score(split, variant)) for variant in variants)
+            results += [Result(window.kind, window.name, split, *scored) for scored in scores]
     if progress is not None:
         progress(len(windows), len(windows))
     return results

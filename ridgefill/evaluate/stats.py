@@ -1,9 +1,10 @@
-"""Paired bootstrap intervals: what a mean over a few dozen windows is worth."""
+"""What a paired comparison over a few dozen items is worth: intervals, exact tests, the least visible effect."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,82 @@ def ratio_interval(
     with np.errstate(divide="ignore", invalid="ignore"):  # a resample may hit a zero mean: it then counts as infinite
         ratios = top[draws].mean(axis=1) / bottom[draws].mean(axis=1)
     return _interval(float(top.mean() / bottom.mean()), np.nan_to_num(ratios, nan=np.inf), level)
+
+
+def scipy_stats() -> Any:
+    """Return ``scipy.stats``, which the exact tests need and bootstrap intervals do not.
+
+    Raises:
+        RidgeFillError: SciPy is not installed.
+    """
+    try:
+        import scipy.stats
+    except ImportError as error:
+        raise RidgeFillError("the package 'scipy' is not installed: run pip install 'ridgefill[gate]'") from error
+    return scipy.stats
+
+
+@dataclass(frozen=True)
+class McNemar:
+    """The exact McNemar test of paired yes-or-no outcomes: only the pairs that differ count.
+
+    Attributes:
+        lost: pairs that only the first side has right.
+        gained: pairs that only the second side has right.
+        p: two-sided, of a split as uneven as this one if both sides were equally good.
+        change: second minus first, as a share of all pairs; its bounds are those of the two exact (Clopper-Pearson)
+            intervals of lost and gained at 97.5% each: they cover at least 95%, and few pairs without a difference are
+            not taken for equal sides.
+    """
+
+    lost: int
+    gained: int
+    p: float
+    change: Interval
+
+
+def exact_mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
+    """Return the exact McNemar test of two sides on the same items (scipy.stats.binomtest on the pairs that differ).
+
+    Raises:
+        RidgeFillError: the sides differ in length, or are empty.
+    """
+    binomtest = scipy_stats().binomtest
+    if len(first) != len(second) or not first:
+        raise RidgeFillError(f"McNemar's test needs pairs, found {len(first)} and {len(second)} outcomes")
+    lost = sum(a and not b for a, b in zip(first, second, strict=True))
+    gained = sum(b and not a for a, b in zip(first, second, strict=True))
+    p = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
+    of_lost, of_gained = (binomtest(k, len(first)).proportion_ci(0.975) for k in (lost, gained))
+    change = Interval((gained - lost) / len(first), of_gained.low - of_lost.high, of_gained.high - of_lost.low)
+    return McNemar(lost, gained, p, change)
+
+
+def sign_test(differences: Sequence[float]) -> float:
+    """Return the two-sided p of the sign test: how uneven the signs are of differences that are not zero."""
+    binomtest = scipy_stats().binomtest
+    up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return float(binomtest(up, up + down).pvalue) if up + down else 1.0
+
+
+def minimum_detectable_effect(differences: Sequence[float], *, level: float = 0.95, power: float = 0.8) -> float:
+    """Return the least mean difference that as many units, as unlike as these, show with this power.
+
+    ``(z_level + z_power) sd / sqrt(n)``, the usual normal approximation (scipy.stats.norm); "this run could not have
+    seen less than …".
+    """
+    norm = scipy_stats().norm
+    data = _checked(differences, "differences")
+    z = norm.ppf((1 + level) / 2) + norm.ppf(power)
+    return float(z * data.std(ddof=1) / np.sqrt(len(data)))
+
+
+def minimum_detectable_losses(level: float = 0.95) -> int:
+    """Return how many pairs must differ, all one way, before McNemar's exact test tells them from chance: 6 at 95%."""
+    count = 1
+    while 2 * 0.5**count > 1 - level:
+        count += 1
+    return count
 
 
 def _checked(values: Sequence[float], name: str) -> NDArray[np.float64]:

@@ -1,0 +1,188 @@
+"""Which part of a fill does the damage: exact values put back into the filled cache, and what recovers (design 2.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ridgefill.errors import RidgeFillError
+from ridgefill.evaluate.quality import PairedPrompt, Variants, token_scores
+
+COMPONENTS = ("keys", "key norms", "key directions", "values", "value norms", "both")
+# Components that are put back layer by layer; the others, in all late layers at once.
+_BY_LAYER = ("keys", "key norms", "key directions", "values")
+_WORST_LAYERS = 3
+# A fill whose KL to stock, in nats a token, is below this is exact but for rounding.
+_LEAST_KL = 1e-6
+# What a recommendation needs: so much of the damage in one place, and a split raised by at most so much of the rest.
+_SCALE_SHARE, _MOST_SHARE, _MOST_RAISED = 0.2, 0.75, 1 / 3
+
+
+@dataclass(frozen=True)
+class Splice:
+    """What is made exact in the filled rows: a component of some layers, of one key-value head or of all (None)."""
+
+    component: str
+    layers: tuple[int, ...]
+    head: int | None = None
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a splice gives back.
+
+    Attributes:
+        kl: to stock over the tail, nats a token, mean over the prompts.
+        share: of the fill's KL that is gone: 1, all of it; below 0, worse than the fill.
+    """
+
+    splice: Splice
+    kl: float
+    share: float
+
+
+@dataclass(frozen=True)
+class SpliceStudy:
+    """One split's splices: all late layers at once, one at a time, up from the split, down from the last layer."""
+
+    split: int
+    prompts: int
+    kl: float  # the fill's own
+    whole: list[Recovered]
+    layers: list[Recovered]
+    upwards: list[Recovered]
+    downwards: list[Recovered]
+    heads: list[Recovered]
+
+    def share(self, component: str) -> float:
+        """What a component of all late layers recovers."""
+        return next(r.share for r in self.whole if r.splice.component == component)
+
+
+def study_splices(
+    variants: Variants,
+    prompts: Sequence[torch.Tensor],
+    split: int,
+    *,
+    tail: int,
+    head: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> SpliceStudy | None:
+    """Return what each splice recovers, over prompts ``[1, rows]``, or None where there is nothing to recover.
+
+    Each prompt is prefilled once by the stock model, which leaves the exact rows and what the layers below the split
+    give; a splice costs one fill of the late layers and one tail. About seven splices a late layer, and one for each
+    key-value head of the three layers that keys alone recover most.
+
+    Nothing is lost where no layer is predicted, or where the fill is exact.
+
+    Raises:
+        RidgeFillError: there is no prompt.
+    """
+    late = tuple(range(split + 1, variants.layout.num_layers))  # the split layer's rows are exact
+    if not prompts:
+        raise RidgeFillError(f"split {split}: 0 prompts to splice, expected at least one")
+    device = variants.layout.embeddings.device
+    pairs = [PairedPrompt(variants, ids.to(device), tail=tail, head=head, splits=(split,)) for ids in prompts]
+    total = len(COMPONENTS) + (len(_BY_LAYER) + 2) * len(late)
+    done = 0
+
+    def run(splice: Splice | None) -> float:
+        nonlocal done
+        progress(min(done, total), total)
+        done += 1
+        return sum(_spliced_kl(pair, split, splice) for pair in pairs) / len(pairs)
+
+    filled = run(None) if late else 0.0
+    if filled < _LEAST_KL:
+        return None
+
+    def recover(component: str, layers: Sequence[int], kv_head: int | None = None) -> Recovered:
+        splice = Splice(component, tuple(layers), kv_head)
+        kl = run(splice)
+        return Recovered(splice, kl, 1 - kl / filled)
+
+    whole = [recover(component, late) for component in COMPONENTS]
+    layers = [recover(component, [layer]) for component in _BY_LAYER for layer in late]
+    upwards = [recover("both", late[: number + 1]) for number in range(len(late))]
+    downwards = [recover("both", late[number:]) for number in reversed(range(len(late)))]
+    by_keys = sorted((r for r in layers if r.splice.component == "keys"), key=lambda r: -r.share)[:_WORST_LAYERS]
+    kv_heads = pairs[0].exact_rows(split)[0].shape[1]
+    heads = [recover("keys", r.splice.layers, kv_head) for r in by_keys for kv_head in range(kv_heads)]
+    progress(total, total)
+    return SpliceStudy(split, len(pairs), filled, whole, layers, upwards, downwards, heads)
+
+
+def _spliced_kl(pair: PairedPrompt, split: int, splice: Splice | None) -> float:
+    """The KL to stock of one prompt's tail over its spliced cache."""
+    edit = None if splice is None else partial(put_back, pair, splice)
+    with pair.variant(split, "fill", edit=edit) as filled:
+        return float(token_scores(pair.stock, filled.logits, pair.ids).kl.mean())
+
+
+def put_back(pair: PairedPrompt, splice: Splice, cache: Any) -> None:
+    """Make a component of the bulk's filled rows exact in ``cache``, in place."""
+    rows = slice(pair.head, pair.fill_end)
+    heads = slice(None) if splice.head is None else slice(splice.head, splice.head + 1)
+    for layer_idx in splice.layers:
+        filled = (cache.layers[layer_idx].keys, cache.layers[layer_idx].values)
+        for name, ours, exact in zip(("key", "value"), filled, pair.exact_rows(layer_idx), strict=True):
+            if splice.component == "both" or splice.component.startswith(name):
+                ours[:, heads, rows] = mixed(ours[:, heads, rows], exact[:, heads, rows], splice.component)
+
+
+def mixed(filled: torch.Tensor, exact: torch.Tensor, component: str) -> torch.Tensor:
+    """Return filled vectors ``[..., head_dim]`` with their norms, their directions or all of them exact.
+
+    A rotation keeps norms, so keys may be compared after their rotary embedding.
+    """
+    if not component.endswith(("norms", "directions")):
+        return exact
+    tiny = torch.finfo(torch.float32).tiny
+    filled_norm, exact_norm = (t.float().norm(dim=-1, keepdim=True).clamp_min(tiny) for t in (filled, exact))
+    source, given, wanted = (filled, filled_norm, exact_norm)
+    if component.endswith("directions"):
+        source, given, wanted = (exact, exact_norm, filled_norm)
+    scaled: torch.Tensor = source.float() * wanted / given
+    return scaled.to(filled.dtype)
+
+
+def attribution(study: SpliceStudy) -> dict[str, Any]:
+    """Return in words and numbers which component does the damage, in which layers, and how much of it is scale."""
+    keys, values = study.share("keys"), study.share("values")
+    component = "keys" if keys >= values else "values"
+    alone = {r.splice.layers[0]: r.share for r in study.layers if r.splice.component == component}
+    worst = sorted(alone, key=lambda layer: -alone[layer])[:_WORST_LAYERS]
+    norms, directions = study.share("key norms"), study.share("key directions")
+    return {
+        "component": component,
+        "recovered": {component: study.share(component) for component in COMPONENTS},
+        "worst_layers": {layer: alone[layer] for layer in worst},
+        "scale": max(norms, study.share("value norms")),
+        "directions": directions,
+        "recommendations": list(_recommendations(study, component)),
+    }
+
+
+def _recommendations(study: SpliceStudy, component: str) -> Iterator[str]:
+    """What to try, the cheapest first."""
+    scale = {name: study.share(f"{name} norms") for name in ("key", "value")}
+    for name, share in scale.items():
+        if share >= _SCALE_SHARE:
+            yield f"enable {name} gains: exact {name} norms alone recover {share:.0%}"
+    for number, recovered in enumerate(study.upwards, start=1):
+        if recovered.share >= _MOST_SHARE:
+            if number <= _MOST_RAISED * len(study.upwards):
+                last = recovered.splice.layers[-1]
+                yield f"raise the split to {last}: layers up to it hold {recovered.share:.0%} of the damage"
+            break
+    if component == "keys" and study.share("key directions") > max(_SCALE_SHARE, scale["key"]):
+        yield (
+            f"add a feature (previous:1): exact key directions recover {study.share('key directions'):.0%}, and keys "
+            "that look at the row before are what the stream alone predicts worst"
+        )
+    yield "select rows (tier quality): rows that the tail looks at run exactly, whatever their maps lose"
