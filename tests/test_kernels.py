@@ -73,10 +73,9 @@ def test_nvrtc_compiles_what_is_embedded_and_spills_nothing(file: str, architect
 def test_a_spill_would_be_seen() -> None:
     from cupy.cuda import nvrtc
 
-    hungry = (
-        'extern "C" __global__ void hungry(float* x, int n) { float a[64]; for (int i = 0; i < 64; ++i) a[i] = x[i];'
-    )
-    program = nvrtc.createProgram(hungry + " x[0] = a[n]; }", "hungry.cu", [], [])
+    head = 'extern "C" __global__ void hungry(float* x, int n, int m) { float a[64];'
+    body = "for (int i = 0; i < 64; ++i) a[i] = x[i] + i; a[n] = 1; a[m] += 2; x[0] = a[n + m]; }"
+    program = nvrtc.createProgram(head + body, "hungry.cu", [], [])
     nvrtc.compileProgram(program, ["-arch=sm_80"])
     assert frame_bytes(nvrtc.getCUBIN(program)) == {"hungry": 256}
 
