@@ -20,6 +20,7 @@ __all__ = [
     "decide",
     "describe_model",
     "device_rates",
+    "device_sources",
     "first_needed_row",
     "known_model_types",
     "layer_schedule",
@@ -297,6 +298,9 @@ def device_rates(name: str) -> str:
     Raises:
         ScheduleError: The device is unknown; the message lists the known ones.
     """
+
+def device_sources() -> dict[str, str]:
+    """Returns the CUDA sources that the extension carries, by file name ("common.cuh", "synth_kv.cu", ...)."""
 
 def check_rates(rates_json: str) -> str:
     """Returns rates as JSON again, checked.

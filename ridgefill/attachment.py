@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from ridgefill import _core, caches, prefill, rows
 from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
+from ridgefill.epilogue import EpilogueLayer, epilogue_layers
 from ridgefill.errors import AlreadyAttachedError, AttachError, FitError
 from ridgefill.features import STREAM, Features
-from ridgefill.fused import fused_maps
+from ridgefill.fused import FusedMaps, fused_maps
+from ridgefill.kernels import BACKENDS, choose_backend
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, model_shape
 from ridgefill.maps import RidgeMaps, SplitMaps
 from ridgefill.scorers import RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
 from ridgefill.verdict import gate_word
-from ridgefill.writers import late_layer_writers
+from ridgefill.writers import late_layer_writers, probe_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,6 +80,7 @@ class Attachment:
     model: weakref.ref[nn.Module]
     form_reason: str = ""
     gate: str = ""
+    backend_reason: str = ""
     selection: rows.SelectionSettings | None = None
     planner: _core.Planner | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
@@ -132,6 +135,8 @@ class Attachment:
                 "gate": self.gate,
                 "form": "two-step" if self.settings.fused is None else "fused",
                 "form_reason": self.form_reason,
+                "backend": "torch" if self.settings.epilogues is None else "cuda",
+                "backend_reason": self.backend_reason,
                 "features": list(self.settings.features.names),
                 "map_bytes": self._map_bytes(),
                 "tokenizer": self.tokenizer,
@@ -296,6 +301,7 @@ def attach(
     gates: Mapping[int, float] | None = None,
     scorer: RowScorer | None = None,
     form: str = "auto",
+    backend: str = "auto",
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
 
@@ -323,6 +329,8 @@ def attach(
         form: how maps are applied. ``two-step`` predicts block inputs and lets each layer project them; ``fused`` takes
             one product straight to keys and values (`ridgefill.fused`), where the model and the file allow it;
             ``auto`` takes the fused form where it exists. ``status()`` says which runs, and why.
+        backend: what does the fused form's epilogue: ``torch``, or one CUDA kernel for all late layers of a block
+            (``cuda``: an NVIDIA GPU and CuPy); ``auto`` takes the kernel where it can run. ``status()`` says why.
 
     Raises:
         MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
@@ -330,6 +338,7 @@ def attach(
         UnsupportedModelError: this model can never be filled.
         AlreadyAttachedError: the model has an attachment; detach it first.
         AttachError: a parameter is out of range, or the maps are of a kind that this version cannot apply.
+        KernelError: ``backend="cuda"`` where kernels cannot run.
     """
     if tier not in TIERS:
         raise AttachError(f"unknown tier {tier!r}; known: {', '.join(TIERS)}")
@@ -345,6 +354,8 @@ def attach(
         )
     if form not in FORMS:
         raise AttachError(f"unknown form {form!r}; known: {', '.join(FORMS)}")
+    if backend not in BACKENDS:
+        raise AttachError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if tier == "quality" and gates is None and share is None:
         share = _DEFAULT_SHARE
     with _ATTACH_LOCK:
@@ -383,6 +394,7 @@ def attach(
             fused, form_reason = fused_maps(split_maps, layout, writers)
             if form == "fused" and fused is None:
                 raise AttachError(f"split {split_maps.split} has no fused form: {form_reason}")
+        epilogues, backend_reason = _epilogues(backend, layout, fused)
         resident = [{} if tier == "plumb" else resident_maps(at_gate, layout) for at_gate in gate_maps]
         if fused is not None and not (tier == "quality" or gates):
             resident = [{}]  # nothing reads the two-step maps
@@ -400,6 +412,7 @@ def attach(
             maps=resident[0],
             features=features[0] if tier != "plumb" else STREAM,
             fused=fused,
+            epilogues=epilogues,
             writers=writers,
             rotary_modules=rotary_modules,
             true_inputs=tier == "plumb",
@@ -417,6 +430,7 @@ def attach(
             model=weakref.ref(model),
             form_reason=form_reason,
             gate=gate,
+            backend_reason=backend_reason,
             selection=selection,
             planner=_planner(model, loaded, settings, rule, loss_budget) if tier == "auto" else None,
         )
@@ -425,6 +439,24 @@ def attach(
     for message in warnings:
         _log.warning("%s", message)
     return attachment
+
+
+def _epilogues(
+    backend: str, layout: DecoderLayout, fused: FusedMaps | None
+) -> tuple[dict[int, EpilogueLayer] | None, str]:
+    """The fused layers' constants for the kernel, or None where torch does the epilogue; and why."""
+    chosen, reason = choose_backend(backend, layout.embeddings.device if fused is None else fused.weight.device)
+    epilogues = None
+    if chosen == "cuda":
+        if fused is None:
+            reason = "the two-step form has no epilogue"
+        else:
+            calls, _, _ = probe_layers(layout)
+            tables = {layer_idx: calls[layer_idx]["position_embeddings"] for layer_idx in fused.layers}
+            epilogues, reason = epilogue_layers(fused, tables)
+        if epilogues is None and backend == "cuda":
+            raise AttachError(f"backend 'cuda' cannot run: {reason}; backend='auto' takes torch instead")
+    return epilogues, reason
 
 
 def _planner(

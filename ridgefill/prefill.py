@@ -16,7 +16,7 @@ import functools
 import itertools
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgefill import caches
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Cache
 
+    from ridgefill.epilogue import EpilogueLayer
     from ridgefill.fused import FusedMaps
     from ridgefill.layout import DecoderLayout
     from ridgefill.synth import ResidentMap
@@ -49,6 +50,7 @@ class FillSettings:
     rotary_modules: tuple[nn.Module, ...]
     features: Features = STREAM  # what the maps read
     fused: FusedMaps | None = None  # instead of maps, writers and all: one product for the late layers above the split
+    epilogues: dict[int, EpilogueLayer] | None = None  # the fused layers' epilogue as a kernel; None: in torch
     true_inputs: bool = False  # plumb: late layers get their true block input instead of the split layer's stream
     selects_rows: bool = False  # keep what rows of the bulk need to run exactly later
 
@@ -309,6 +311,9 @@ def _fused_blocks(
     by_first_row = itertools.groupby(fused.layers, lambda layer_idx: _first_predicted(settings, step, layer_idx)[0])
     for first, group in by_first_row:
         layers = list(group)
+        if settings.epilogues is not None:
+            found.update(_kernel_blocks(settings, fused, settings.epilogues, step, bulk, x, layers, first))
+            continue
         for take in _blocks_of(bulk, first, step.fill_end):
             z, start = fused.product(take(x, 1), layers)  # [batch, block, columns of these layers]
             for layer_idx in layers:
@@ -317,6 +322,39 @@ def _fused_blocks(
                 columns = z[..., layer.columns.start - start : layer.columns.stop - start]
                 found[layer_idx].append(layer.keys_values(columns, kwargs["position_embeddings"]))
     return found
+
+
+def _kernel_blocks(
+    settings: FillSettings,
+    fused: FusedMaps,
+    epilogues: dict[int, EpilogueLayer],
+    step: Step,
+    bulk: Bulk,
+    x: torch.Tensor,
+    layers: list[int],
+    first: int,
+) -> dict[int, Blocks]:
+    """The same by one launch for all these layers of a block, which writes each row where it stays."""
+    from ridgefill.epilogue import Place, synth_launch
+
+    batch, rows = x.shape[0], step.fill_end - first
+    found = {}
+    for layer_idx in layers:
+        shape = (batch, epilogues[layer_idx].kv_heads, rows, epilogues[layer_idx].head_dim)
+        found[layer_idx] = (x.new_empty(shape), x.new_empty(shape))
+    done = 0
+    for take in _blocks_of(bulk, first, step.fill_end):
+        z, start = fused.product(take(x, 1), layers)  # [batch, block, columns of these layers]
+        tables: dict[int, torch.Tensor] = {}  # layers share them: each becomes float32 once
+        places = []
+        for layer_idx in layers:
+            given = bulk.kwargs_for(settings.writers[layer_idx], lambda tensor, _: tensor)["position_embeddings"]
+            cos, sin = (tables.setdefault(id(table), take(table, -2).float().contiguous()) for table in given)
+            places.append(Place(*found[layer_idx], cos, sin, row_offset=done))
+        shifted = [replace(epilogues[layer_idx], column=epilogues[layer_idx].column - start) for layer_idx in layers]
+        synth_launch(z, shifted, places).run(z.device)
+        done += z.shape[1]
+    return {layer_idx: [pair] for layer_idx, pair in found.items()}
 
 
 def _store(settings: FillSettings, step: Step, bulk: Bulk, layer_idx: int, predicted: Blocks) -> None:

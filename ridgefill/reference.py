@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from ridgefill.epilogue import EpilogueLayer, Place
+
 
 def predict_block_input(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """A late layer's predicted block input, ``x W + b`` (design section 2), ``[batch, rows, d]`` in float64."""
@@ -64,3 +66,59 @@ def keys_values(
     if key_norm is not None:
         keys = rms_norm(keys, *key_norm)
     return rotate(keys, cos, sin), project(value_weight, value_bias)
+
+
+def rotate_pairs(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotary embedding of the first elements of ``[batch, heads, rows, dim]``, in float64.
+
+    Args:
+        cos, sin: ``[batch or 1, rows, rotary_dim]``; entry i multiplies element i.
+        interleaved: elements ``(2i, 2i + 1)`` turn together, not ``(i, i + rotary_dim / 2)``.
+    """
+    import torch
+
+    states, cos, sin = states.double(), cos.double().unsqueeze(1), sin.double().unsqueeze(1)
+    turning, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    if interleaved:
+        turned = torch.stack([-turning[..., 1::2], turning[..., ::2]], dim=-1).flatten(-2)
+    else:
+        half = turning.shape[-1] // 2
+        turned = torch.cat([-turning[..., half:], turning[..., :half]], dim=-1)
+    return torch.cat([turning * cos + turned * sin, rest], dim=-1)
+
+
+def epilogue(z: torch.Tensor, layer: EpilogueLayer, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer's keys and values from the product's columns (design section 2.1), in float64.
+
+    Args:
+        z: ``[batch, rows, columns]``.
+        place: its tables and, where given, its scale; what it says of a cache is not read.
+
+    Returns:
+        Two tensors ``[batch, kv_heads, rows, head_dim]``.
+    """
+    batch, rows, _ = z.shape
+    kv_dim = layer.kv_heads * layer.head_dim
+    z = z.double()[..., layer.column : layer.column + 2 * kv_dim + layer.rank]
+    if place.scale is None:
+        energy = z[..., 2 * kv_dim :].pow(2).sum(-1)
+        scale = ((energy + layer.residual) / layer.hidden_size + layer.eps).rsqrt()  # [batch, rows]
+    else:
+        scale = place.scale.double().view(batch, rows)
+
+    def heads(first: int, bias: torch.Tensor | None) -> torch.Tensor:
+        rows_of = z[..., first : first + kv_dim] * scale.unsqueeze(-1)
+        if bias is not None:
+            rows_of = rows_of + bias.double()
+        return rows_of.view(batch, rows, layer.kv_heads, layer.head_dim).transpose(1, 2)
+
+    keys, values = heads(0, layer.key_bias), heads(kv_dim, layer.value_bias)
+    if layer.key_norm is not None:
+        keys = rms_norm(keys, layer.key_norm, layer.norm_eps)
+    if place.cos is not None and place.sin is not None:
+        keys = rotate_pairs(keys, place.cos, place.sin, interleaved=layer.interleaved)
+    if layer.key_gain is not None:
+        keys = keys * layer.key_gain.double().view(-1, 1, 1)
+    if layer.value_gain is not None:
+        values = values * layer.value_gain.double().view(-1, 1, 1)
+    return keys, values

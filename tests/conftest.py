@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 # Before transformers is imported anywhere: a test that needs the network is a broken test.
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from kernel_host import HostKernels, build
 from torch import nn
 
 from ridgefill.demo import model_folder
@@ -51,3 +53,19 @@ def smollm2() -> tuple[nn.Module, Any]:
 def gemma3() -> tuple[nn.Module, Any]:
     """Gemma 3 270M in float32, and its tokenizer."""
     return _load("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[HostKernels]:
+    """The CUDA kernels on the CPU, threads in their order."""
+    server = HostKernels(build())
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def reversed_host() -> Iterator[HostKernels]:
+    """The same, threads and blocks the other way round."""
+    server = HostKernels(build(), reverse=True)
+    yield server
+    server.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kernel_host import HostKernels
 from test_features import feature_maps
 from test_prefill import call as call_keeping
 from tiny import NUM_LAYERS, SPLIT, left_padded, prompt, random_maps, tiny_model
@@ -16,8 +19,9 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import ridgefill
+from ridgefill import kernels
 from ridgefill.capture import BlockInputs
-from ridgefill.errors import AttachError
+from ridgefill.errors import AttachError, KernelError
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import LayerMap, RidgeMaps
 from ridgefill.moments import reference_moments
@@ -238,3 +242,70 @@ def test_a_model_that_was_cast_since_runs_stock() -> None:
         status = attachment.status()
         assert status["rows_filled"] == 0
         assert "attach again" in status["reason"]
+
+
+# --- the epilogue as a kernel -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels_on_host(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches run on the CPU through cuda/host_shim.h, as if it were a GPU; counted by kernel."""
+    counts: Counter[str] = Counter()
+
+    def run(launch: kernels.Launch, _: torch.device) -> None:
+        counts[launch.kernel] += 1
+        host.run(launch)
+
+    monkeypatch.setattr(kernels, "unavailable", lambda _: None)
+    monkeypatch.setattr(kernels.Launch, "run", run)
+    return counts
+
+
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_the_kernel_fills_what_torch_fills(family: str, kernels_on_host: Counter[str]) -> None:
+    model = tiny_model(family)
+    maps = exact_scale(model, feature_maps(model, ("stream", "previous:1")))
+    ids, mask = left_padded(ROWS, (0, 5))
+    found = []
+    for backend in ("torch", "cuda"):
+        cache = DynamicCache(config=model.config)
+        logits, status = prefill(model, maps, "fused", cache, ids, mask, backend=backend)
+        assert status["backend"] == backend, status["backend_reason"]
+        found.append([logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert_close(ours, theirs)
+    # One launch for all late layers above the split that keep the same rows: sliding layers keep fewer.
+    windows = {decoder_layout(model).windows[layer] for layer in range(SPLIT + 1, NUM_LAYERS)}
+    assert kernels_on_host == {"synth_kv_f32": len(windows)}
+
+
+def test_a_rotation_the_kernel_does_not_know_stays_in_torch(
+    kernels_on_host: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model("llama")
+    maps = exact_scale(model, random_maps(model))
+    module: Any = sys.modules[type(model.model.layers[0].self_attn).__module__]
+    stock = module.apply_rotary_pos_emb
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin, **more: stock(q, k, cos, -sin, **more))
+    with ridgefill.attach(model, maps, **SETTINGS) as attachment:
+        status = attachment.status()
+    assert status["backend"] == "torch"
+    assert status["backend_reason"] == f"layer {SPLIT + 1}: its epilogue is not the kernel's on probe rows"
+    with pytest.raises(AttachError, match="backend 'cuda' cannot run: layer 4: its epilogue"):
+        ridgefill.attach(model, maps, backend="cuda", **SETTINGS)
+    with pytest.raises(AttachError, match="backend 'cuda' cannot run: the two-step form has no epilogue"):
+        ridgefill.attach(model, maps, backend="cuda", form="two-step", **SETTINGS)
+    assert not kernels_on_host
+
+
+def test_the_backend_is_chosen_by_name_and_says_why() -> None:
+    model = tiny_model("llama")
+    maps = exact_scale(model, random_maps(model))
+    with ridgefill.attach(model, maps, **SETTINGS) as attachment:
+        status = attachment.status()
+    assert (status["backend"], status["backend_reason"]) == ("torch", "the model is on cpu; kernels need an NVIDIA GPU")
+    with pytest.raises(KernelError, match="backend 'cuda' cannot run: the model is on cpu"):
+        ridgefill.attach(model, maps, backend="cuda", **SETTINGS)
+    with pytest.raises(AttachError, match="unknown backend 'fast'; known: auto, torch, cuda"):
+        ridgefill.attach(model, maps, backend="fast", **SETTINGS)
+    assert not ridgefill.attachment.is_attached(model)

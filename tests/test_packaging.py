@@ -55,5 +55,6 @@ def test_the_sdist_holds_the_core_and_the_papers(tmp_path: Path) -> None:
     wanted = {"Cargo.toml", "Cargo.lock", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "CITATION.cff"}
     wanted |= {str(p.relative_to(ROOT)) for p in ROOT.glob("rust/src/**/*.rs")}
     wanted |= {str(p.relative_to(ROOT)) for p in ROOT.glob("ridgefill/**/*.py")} | {"ridgefill/py.typed"}
+    wanted |= {str(p.relative_to(ROOT)) for p in ROOT.glob("cuda/*")}
     assert wanted <= names, f"missing: {sorted(wanted - names)}"
     assert not [name for name in names if name.endswith(".so")], "a build product travels in the sdist"

@@ -93,6 +93,14 @@ def main():
         expect(json.loads(shown.output)["model"]["name"] == "tiny", f"inspect --json printed {shown.output}")
         if len(sys.argv) > 1:
             subprocess.run([sys.argv[1], "inspect", str(path)], check=True, stdout=subprocess.DEVNULL)
+    from ridgefill import kernels
+
+    for file in kernels.KERNELS:
+        expect("__global__" in kernels.source(file), f"the extension carries no source of {file}.cu")
+    around = Path(ridgefill.__file__).parent.parent
+    expect(
+        around.name != "site-packages" or not (around / "cuda").exists(), "a folder cuda was installed: NVIDIA's name"
+    )
     loaded = {name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "cupy"}
     expect(not loaded, f"{sorted(loaded)} were imported")
 

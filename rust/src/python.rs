@@ -510,6 +510,20 @@ fn slice<'a, T: numpy::Element>(name: &str, array: &'a PyReadonlyArray1<'_, T>) 
         .map_err(|_| PyValueError::new_err(format!("{name} is not contiguous; pass numpy.ascontiguousarray(...)")))
 }
 
+/// The device sources: a wheel must not install a folder `cuda`, which is NVIDIA's, so they travel in here.
+const DEVICE_SOURCES: [(&str, &str); 4] = [
+    ("common.cuh", include_str!("../../cuda/common.cuh")),
+    ("gram.cu", include_str!("../../cuda/gram.cu")),
+    ("ridge_solve.cu", include_str!("../../cuda/ridge_solve.cu")),
+    ("synth_kv.cu", include_str!("../../cuda/synth_kv.cu")),
+];
+
+/// Returns the device sources by file name.
+#[pyfunction]
+fn device_sources() -> BTreeMap<&'static str, &'static str> {
+    BTreeMap::from(DEVICE_SOURCES)
+}
+
 /// The compiled core of RidgeFill.
 #[pymodule]
 mod _core {
@@ -518,8 +532,8 @@ mod _core {
     #[pymodule_export]
     use super::{
         Decision, MapFile, Planner, PrefillCost, TensorInfo, check_rates, check_schedule, compare_fingerprints, decide,
-        describe_model, device_rates, first_needed_row, known_model_types, layer_schedule, model_figures, predict,
-        prefill_cost, search, write_map_file,
+        describe_model, device_rates, device_sources, first_needed_row, known_model_types, layer_schedule,
+        model_figures, predict, prefill_cost, search, write_map_file,
     };
 
     #[pymodule_init]

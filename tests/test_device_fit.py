@@ -1,0 +1,251 @@
+"""Sums and systems of a fit on a GPU, without one: kernels through g++, library calls through a stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_host import HostKernels
+
+from ridgefill import device_fit
+from ridgefill.device_fit import CudaLibrary, DeviceMoments, RidgeSystem, TorchLibrary, error_bound
+from ridgefill.errors import FitError, KernelError
+from ridgefill.kernels import Launch
+from ridgefill.moments import Moments, reference_moments
+from ridgefill.solve import solve_ridge, squared_error
+
+
+@pytest.fixture(autouse=True)
+def _on_host(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launch, "run", lambda launch, _: host.run(launch))
+
+
+def device_moments(n_in: int, n_out: int, products: str = "float32") -> DeviceMoments:
+    return DeviceMoments(n_in, n_out, "cpu", products=products, library=TorchLibrary())
+
+
+def sample(rows: int, n_in: int, n_out: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with large means and scales a hundred times apart, as a residual stream has them."""
+    x = torch.randn(rows, n_in) * torch.logspace(-1, 1, n_in) + torch.linspace(-20, 20, n_in)
+    y = 0.3 * x @ torch.randn(n_in, n_out) / n_in + torch.randn(rows, n_out) + 1
+    return x.to(dtype), y.to(dtype)
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("products", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "n_in", "n_out"), [(17, 7, 13), (129, 130, 3), (9000, 5, 4)])
+def test_sums_are_within_the_stated_bound(rows: int, n_in: int, n_out: int, dtype: torch.dtype, products: str) -> None:
+    x, y = sample(rows, n_in, n_out, dtype)
+    moments = device_moments(n_in, n_out, products)
+    for piece in range(0, rows, 3000):
+        moments.add(x[piece : piece + 3000], y[piece : piece + 3000])
+    moments._flush()
+    assert moments.n == rows
+    assert moments._x_shift is not None
+    assert moments._y_shift is not None
+    u, v = x.double() - moments._x_shift.double(), y.double() - moments._y_shift.double()
+    uu, vv = u.square().sum(0), v.square().sum(0)
+    bound = error_bound(products)
+    worst = 0.0
+    for found, exact, least in (
+        (moments._xx, u.T @ u, torch.outer(uu, uu)),
+        (moments._xy, u.T @ v, torch.outer(uu, vv)),
+        (moments._yy, vv, vv.square()),
+    ):
+        relative = (found - exact).abs() / least.sqrt()
+        worst = max(worst, float(relative.max()))
+    assert 0 < worst <= bound
+    expected, centred = reference_moments(x, y), moments.centred()
+    spread = expected.sxx.diagonal().sqrt()
+    assert float(((centred.sxx - expected.sxx) / torch.outer(spread, spread)).abs().max()) < 2 * bound
+    torch.testing.assert_close(centred.x_mean, expected.x_mean, rtol=0, atol=0.05 if products == "bfloat16" else 1e-5)
+
+
+def test_merged_sums_are_those_of_one_pass() -> None:
+    x, y = sample(300, 6, 4)
+    whole, first, second = (device_moments(6, 4) for _ in range(3))
+    whole.add(x, y)
+    first.add(x[:100], y[:100])
+    second.add(x[100:], y[100:])
+    first.merge(second)
+    for found, expected in zip(vars(first.centred()).values(), vars(whole.centred()).values(), strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-5, atol=1e-2)
+
+
+def test_a_split_without_late_layers_has_no_targets() -> None:
+    x, _ = sample(40, 6, 4)
+    moments = device_moments(6, 0)
+    moments.add(x, x[:, :0])
+    assert moments.centred().sxy.shape == (6, 0)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    x, y = sample(40, 6, 4)
+    with pytest.raises(FitError, match=r"expected x \[rows, 6\] and y \[rows, 4\], found \[40, 4\]"):
+        device_moments(6, 4).add(y, x)
+    with pytest.raises(KernelError, match=r"centre_rows: argument 'x' has dtype torch\.float64"):
+        device_moments(6, 4).add(x.double(), y.double())
+    with pytest.raises(FitError, match="products 'int8': expected bfloat16 or float32"):
+        device_moments(6, 4, "int8")
+
+
+# --- the ridge system -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("columns", "features"), [(None, 1), (None, 2), ([0, 1, 2, 3, 4, 8], 1)])
+def test_one_factor_serves_every_target_and_lambda(columns: list[int] | None, features: int) -> None:
+    x, y = sample(500, 10, 33)
+    held_x, held_y = sample(60, 10, 33)
+    moments, held_out, plain, plain_held_out = (
+        device_moments(10, 33),
+        device_moments(10, 33),
+        Moments(10, 33),
+        Moments(10, 33),
+    )
+    for sums, rows in (
+        (moments, (x, y)),
+        (plain, (x, y)),
+        (held_out, (held_x, held_y)),
+        (plain_held_out, (held_x, held_y)),
+    ):
+        sums.add(*rows)
+    system = RidgeSystem(moments, columns=columns, features=features)
+    elsewhere = RidgeSystem(held_out, columns=columns, features=features)
+    fitted = plain.centred().of_columns(columns or range(10))
+    held = plain_held_out.centred().of_columns(columns or range(10))
+    for ridge_lambda in (1e-3, 0.3, 1e-6):
+        system.factor(ridge_lambda)
+        expected = solve_ridge(fitted, ridge_lambda, features=features)
+        weight = system.solve()
+        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(system.solve(3, 7), weight[:, 3:10], rtol=1e-12, atol=0)
+        bias = system.y_mean - system.x_mean @ weight
+        errors = squared_error(held, expected, bias)
+        torch.testing.assert_close(elsewhere.squared_errors(weight, bias), errors, rtol=1e-4, atol=0)
+        torch.testing.assert_close(elsewhere.squared_errors(weight[:, 5:], bias[5:], 5), errors[5:], rtol=1e-4, atol=0)
+
+
+def test_what_cannot_be_solved_says_so() -> None:
+    with pytest.raises(FitError, match="no rows were added"):
+        RidgeSystem(device_moments(4, 2))
+    moments = device_moments(4, 2)
+    x = torch.ones(10, 4) * torch.arange(10.0).unsqueeze(1)  # four equal columns
+    moments.add(x, torch.randn(10, 2))
+    system = RidgeSystem(moments)
+    with pytest.raises(FitError, match=r"solve\(\) before factor"):
+        system.solve()
+    with pytest.raises(FitError, match=r"not positive definite at column \d of 4 \(lambda -1, 10 rows\)"):
+        system.factor(-1.0)
+
+
+def test_memory_that_will_not_do_names_the_host_path() -> None:
+    moments = device_moments(4, 2)
+    moments.add(torch.randn(10, 4), torch.randn(10, 2))
+    system = RidgeSystem(moments)
+    assert system.bytes_needed(2) == 8 * 4 * (4 + 2)
+    system.check_memory(2, 192)
+    with pytest.raises(KernelError, match=r"4 inputs and 2 targets at once need 0.0 GB .* on the host \(solve\."):
+        system.check_memory(2, 191)
+
+
+# --- library calls ----------------------------------------------------------------------------------------------------
+
+
+def column_major(address: int, rows: int, columns: int, ld: int, kind: Any) -> np.ndarray:
+    """A matrix as BLAS reads it: element (i, j) at ``address[i + ld j]``."""
+    count = ld * (columns - 1) + rows
+    memory = np.ctypeslib.as_array((ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(address))
+    flat = memory.view(kind)
+    return np.lib.stride_tricks.as_strided(flat, (rows, columns), (flat.itemsize, ld * flat.itemsize))
+
+
+class Blas:
+    """cuBLAS's and cuSOLVER's own definitions, on host memory."""
+
+    def __init__(self) -> None:
+        self.modes: list[int] = []
+
+    def getMathMode(self, _: int) -> int:
+        return 3
+
+    def setMathMode(self, _: int, mode: int) -> None:
+        self.modes.append(mode)
+
+    def gemmEx(
+        self, _: int, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, a_kind: int, lda: int,
+        b: int, b_kind: int, ldb: int, beta: int, c: int, c_kind: int, ldc: int, compute: int, algorithm: int,
+    ) -> None:  # fmt: skip
+        assert (c_kind, compute, algorithm, a_kind) == (0, 68, -1, b_kind)  # float32, CUBLAS_COMPUTE_32F, default
+
+        def operand(address: int, transposed: int, rows: int, columns: int, ld: int) -> np.ndarray:
+            shape = (columns, rows) if transposed else (rows, columns)
+            found = column_major(address, *shape, ld, {14: np.uint16, 0: np.float32}[a_kind])
+            if a_kind == 14:
+                found = (found.astype(np.uint32) << 16).view(np.float32)
+            return found.T if transposed else found
+
+        out = column_major(c, m, n, ldc, np.float32)
+        scalars = [ctypes.c_float.from_address(address).value for address in (alpha, beta)]
+        product = operand(a, ta, m, k, lda) @ operand(b, tb, k, n, ldb)
+        out[:] = scalars[0] * product + (scalars[1] * out if scalars[1] else 0)
+
+    def dtrsm(
+        self, _: int, side: int, uplo: int, trans: int, diag: int, m: int, n: int, alpha: int, a: int, lda: int,
+        b: int, ldb: int,
+    ) -> None:  # fmt: skip
+        assert (side, uplo, diag) == (1, 1, 0)  # right, upper, non-unit
+        assert ctypes.c_double.from_address(alpha).value == 1
+        factor = np.triu(column_major(a, n, n, lda, np.float64))
+        right = column_major(b, m, n, ldb, np.float64)
+        right[:] = right @ np.linalg.inv(factor.T if trans else factor)
+
+    def dpotrf_bufferSize(self, _: int, uplo: int, n: int, a: int, lda: int) -> int:
+        return n
+
+    def dpotrf(self, _: int, uplo: int, n: int, a: int, lda: int, work: int, size: int, info: int) -> None:
+        assert uplo == 1
+        matrix = column_major(a, n, n, lda, np.float64)
+        lower = np.tril(matrix, -1).copy()  # LAPACK leaves the other triangle alone
+        matrix[:] = np.linalg.cholesky(np.triu(matrix) + np.triu(matrix, 1).T).T + lower
+
+
+@pytest.fixture
+def cuda_library(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaLibrary, Blas]:
+    blas = Blas()
+    device = SimpleNamespace(get_cublas_handle=lambda: 1, get_cusolver_handle=lambda: 2)
+    cuda = SimpleNamespace(Device=lambda _: contextlib.nullcontext(), device=device)
+    monkeypatch.setattr(CudaLibrary, "_bindings", lambda _: (SimpleNamespace(cuda=cuda), blas, blas))
+    monkeypatch.setattr(device_fit, "current_stream", lambda _: contextlib.nullcontext())
+    return CudaLibrary(torch.device("cpu")), blas
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_are_asked_for_in_the_library_s_terms(
+    cuda_library: tuple[CudaLibrary, Blas], dtype: torch.dtype
+) -> None:
+    rows = torch.randn(20, 12).to(dtype)
+    found, expected = torch.full((5, 7), torch.nan), torch.full((5, 7), torch.nan)
+    for clear in (True, False):
+        for library, out in ((cuda_library[0], found), (TorchLibrary(), expected)):
+            library.add_products(out, rows[:17, :5], rows[:17, 5:], clear=clear)  # type: ignore[attr-defined]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert cuda_library[1].modes == [0, 3, 0, 3]  # TF32 off, and the caller's mode back
+
+
+def test_systems_are_solved_in_the_library_s_terms(cuda_library: tuple[CudaLibrary, Blas]) -> None:
+    square = torch.randn(9, 6, dtype=torch.float64)
+    matrix, targets = square.T @ square, torch.randn(6, 11, dtype=torch.float64)
+    expected = torch.linalg.solve(matrix, targets)
+    for library in (cuda_library[0], TorchLibrary()):
+        factor, found = matrix.clone(), targets.clone()
+        assert library.factor(factor) == 0  # type: ignore[attr-defined]
+        library.solve(factor, found)  # type: ignore[attr-defined]
+        torch.testing.assert_close(found, expected)
