@@ -18,7 +18,6 @@ import click
 
 from ridgefill.cli.main import reports_errors
 from ridgefill.cli.plan_inputs import (
-    SENSITIVITIES,
     check_cached,
     parse_spans,
     read_maps,
@@ -39,6 +38,7 @@ from ridgefill.cli.plan_tables import (
     print_trace,
 )
 from ridgefill.errors import PlanError
+from ridgefill.traces import SENSITIVITIES, plan_trace
 
 # numpy loads inside the command that needs it; rich and matplotlib in plan_tables.py, as late.
 
@@ -353,22 +353,17 @@ def trace(
     document = read_policy(model, **policy)
     planner = _core.Planner(model, json.dumps(document))
     targets = np.array([1e-3 * r.get("ttft_ms", math.nan) for r in requests])
-    codes = [SENSITIVITIES.index(r.get("sensitivity", "balanced")) for r in requests]
-    counts = {
-        name: np.array([r.get(name, 0) for r in requests], dtype=np.int64)
-        for name in ("prompt_tokens", "cached_tokens", "output_tokens")
+    columns: dict[str, Any] = {
+        name: [r.get(name, 0) for r in requests] for name in ("prompt_tokens", "cached_tokens", "output_tokens")
     }
-    chosen, ttft, exact = planner.plan_trace(
-        counts["prompt_tokens"],
-        cached_tokens=counts["cached_tokens"],
-        output_tokens=counts["output_tokens"],
-        sensitivity=np.array(codes, dtype=np.uint8),
-        ttft_target_s=targets,
-    )
-    words = [plan_word(tier, split) for tier, split, _, _ in planner.candidates]
+    columns["sensitivity"] = [r.get("sensitivity", "balanced") for r in requests]
+    found = plan_trace(planner, {**columns, "ttft_target_s": targets})
+    chosen, ttft, exact = (found[name] for name in ("candidate", "ttft_s", "exact_ttft_s"))
+    candidates = planner.candidates
+    words = [plan_word(tier, split) for tier, split, _, _ in candidates]
     plans = []
     for asked, index, seconds, exact_seconds in zip(requests, chosen, ttft, exact, strict=True):
-        tier, split, tail, loss = planner.candidates[index] if index >= 0 else (None, None, None, None)
+        tier, split, tail, loss = candidates[index] if index >= 0 else (None, None, None, None)
         fits = {"ttft_s": float(seconds), "exact_ttft_s": float(exact_seconds)} if index >= 0 else {}
         plans.append({**asked, "tier": tier, "split": split, "tail": tail, "loss_nats": loss, **fits})
     planned = chosen >= 0

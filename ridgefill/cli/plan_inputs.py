@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from ridgefill.errors import RidgeFillError
+from ridgefill.traces import SENSITIVITIES
 
-SENSITIVITIES = ("latency", "balanced", "accuracy")
 _TRACE_FIELDS = ("id", "prompt_tokens", "cached_tokens", "output_tokens", "sensitivity", "ttft_ms")
 
 

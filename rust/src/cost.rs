@@ -15,12 +15,14 @@
 //! | [`work`] | layers that run exactly, summed |
 //! | [`pricer`] | a step priced: exact, filled, its memory |
 //! | [`rates`] | how fast a device is: amounts to seconds |
+//! | [`quick`] | a filled step's seconds, up to rounding, for choosing among many plans |
 //! | [`report`] | the whole answer in numbers, and the break-even length |
 //! | [`question`] | what is asked for, as JSON |
 
 mod amounts;
 mod pricer;
 mod question;
+mod quick;
 mod rates;
 mod report;
 mod shape;
@@ -33,6 +35,7 @@ pub use amounts::{Amount, Cost, Part};
 pub use pricer::{Fill, PrefillCost, Pricer, Setting, prefill_cost};
 pub use question::Question;
 pub(crate) use question::{default_head, default_min_bulk, default_tail, one, two_bytes};
+pub use quick::{Quick, ROUNDING};
 pub use rates::Rates;
 pub use report::{PartReport, Report, Side, report};
 pub use shape::{Layer, Shape};

@@ -19,10 +19,12 @@
 //! | [`request`] | what is asked: one prompt, or a trace of many |
 //! | [`policy`] | what there is to plan with: maps, gates, budgets |
 //! | [`planner`] | candidates, and the choice among them |
+//! | [`batch`] | the choices for a whole trace, a million in a call |
 //! | [`explain`] | the choice as a plan, with every reason |
 //! | [`reason`] | the reasons, and their words |
 //! | [`search`] | every split of a model side by side |
 
+mod batch;
 mod explain;
 mod planner;
 mod policy;
@@ -33,8 +35,9 @@ mod search;
 #[cfg(test)]
 mod fixtures;
 
+pub use batch::Choices;
 pub use explain::{Plan, Rejected};
-pub use planner::{Candidate, Choice, Choices, Planner};
+pub use planner::{Candidate, Choice, Planner};
 pub use policy::{Gate, Maps, Policy, Tier};
 pub use reason::Reason;
 pub use request::{MAX_TOKENS, Request, Sensitivity, Trace};

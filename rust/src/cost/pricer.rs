@@ -84,34 +84,34 @@ impl Default for Setting {
 
 /// Late layers of one window, summed, as bulk rows are filled in them.
 #[derive(Debug, Clone)]
-struct Filled {
-    window: Option<u64>,
-    layers: f64,
+pub(super) struct Filled {
+    pub(super) window: Option<u64>,
+    pub(super) layers: f64,
     /// Maps and projections that a row meets.
-    weights: f64,
-    scan_flops: f64,
-    row_elements: f64,
+    pub(super) weights: f64,
+    pub(super) scan_flops: f64,
+    pub(super) row_elements: f64,
 }
 
 /// A model and a setting, summed once: it prices a step in a handful of operations and without an allocation.
 #[derive(Debug, Clone)]
 pub struct Pricer {
-    setting: Setting,
-    whole: Work,
-    early: Work,
-    late: Work,
-    filled: Vec<Filled>,
+    pub(super) setting: Setting,
+    pub(super) whole: Work,
+    pub(super) early: Work,
+    pub(super) late: Work,
+    pub(super) filled: Vec<Filled>,
     /// Layers whose attention scores bulk rows, and what a tail row's queries for them cost.
-    scored: Work,
-    query_flops: f64,
-    cached: Vec<(Option<u64>, f64)>,
-    state_elements: f64,
-    stream_width: f64,
-    extra_weights: f64,
-    output_weights: f64,
-    vocab_size: f64,
-    peak_row_elements: f64,
-    map_elements: f64,
+    pub(super) scored: Work,
+    pub(super) query_flops: f64,
+    pub(super) cached: Vec<(Option<u64>, f64)>,
+    pub(super) state_elements: f64,
+    pub(super) stream_width: f64,
+    pub(super) extra_weights: f64,
+    pub(super) output_weights: f64,
+    pub(super) vocab_size: f64,
+    pub(super) peak_row_elements: f64,
+    pub(super) map_elements: f64,
 }
 
 impl Pricer {

@@ -4,7 +4,7 @@ use super::amounts::Amount;
 use super::shape::Layer;
 
 /// Query rows that share one pass over the keys in a blocked attention kernel (FlashAttention-2 uses 64 to 128).
-const QUERY_BLOCK: f64 = 128.0;
+pub(super) const QUERY_BLOCK: f64 = 128.0;
 
 /// Layers of one kind of visibility, summed.
 #[derive(Debug, Clone)]

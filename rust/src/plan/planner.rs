@@ -1,9 +1,9 @@
 //! Candidates, and the choice among them.
 
 use super::policy::{DEFAULT_SHARE, Gate};
-use super::{Policy, Request, Sensitivity, Tier, Trace, refuse};
-use crate::cost::{Fill, Pricer, Setting, Shape};
-use crate::error::Result;
+use super::{Policy, Request, Sensitivity, Tier, refuse};
+use crate::cost::{Fill, Pricer, Quick, Setting, Shape};
+use crate::error::{Error, Result};
 use crate::rule::{self, Decision, decide};
 
 /// One way that a planner may choose.
@@ -18,9 +18,10 @@ pub struct Candidate {
     /// What its gate measured, at least 0; None where nothing was.
     pub loss_nats: Option<f64>,
     pub(super) pricer: Pricer,
+    pub(super) quick: Quick,
 }
 
-/// A choice, without its words: what a million requests a second can afford.
+/// A choice, without its words.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
     /// The index of the chosen one in [`Planner::candidates`]; 0 is `exact`.
@@ -62,17 +63,6 @@ pub(super) enum Obstacle {
     OverMemory { bytes: f64, budget: f64 },
 }
 
-/// The choices for a trace, field by field.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Choices {
-    /// Indices into [`Planner::candidates`]; -1 where no plan fits the memory budget.
-    pub candidate: Vec<i32>,
-    /// Predicted times to first token; NaN where no plan fits.
-    pub ttft_s: Vec<f64>,
-    /// The same with every row exact.
-    pub exact_ttft_s: Vec<f64>,
-}
-
 /// A model and a policy, made ready: it plans without an allocation.
 #[derive(Debug, Clone)]
 pub struct Planner {
@@ -102,13 +92,14 @@ impl Planner {
             element_bytes: policy.element_bytes,
             map_element_bytes: policy.map_element_bytes,
         };
-        let mut candidates = vec![Candidate {
-            tier: Tier::Exact,
-            split: None,
-            tail: policy.tail,
-            loss_nats: Some(0.0),
-            pricer: Pricer::new(shape, &base)?,
-        }];
+        let ready = |setting: &Setting| {
+            let pricer = Pricer::new(shape, setting)?;
+            let quick = Quick::new(&pricer, &policy.rates);
+            Ok::<_, Error>((pricer, quick))
+        };
+        let (pricer, quick) = ready(&base)?;
+        let mut candidates =
+            vec![Candidate { tier: Tier::Exact, split: None, tail: policy.tail, loss_nats: Some(0.0), pricer, quick }];
         for (index, maps) in policy.maps.iter().enumerate() {
             if policy.maps[..index].iter().any(|other| other.split == maps.split) {
                 return Err(refuse(format!("policy: maps: split {} is listed twice", maps.split)));
@@ -126,13 +117,15 @@ impl Planner {
                 for gate in gates {
                     let share = if tier == Tier::Quality { gate.share.unwrap_or(DEFAULT_SHARE) } else { 0.0 };
                     let fill = Fill { split: maps.split, features: maps.features, fused_rank: maps.fused_rank };
+                    let (pricer, quick) = ready(&Setting { fill, selected_share: share, ..base })?;
                     candidates.push(Candidate {
                         tier,
                         split: Some(maps.split),
                         tail: gate.tail.unwrap_or(policy.tail),
                         // A fill that happened to lower the loss is not better than exact.
                         loss_nats: (!gate.dnll.is_nan()).then_some(gate.dnll.max(0.0)),
-                        pricer: Pricer::new(shape, &Setting { fill, selected_share: share, ..base })?,
+                        pricer,
+                        quick,
                     });
                 }
             }
@@ -187,40 +180,6 @@ impl Planner {
         Ok(Some(Choice { candidate, ttft_s, exact_ttft_s: exact.ttft_s, why }))
     }
 
-    /// Returns the choices for a whole trace.
-    ///
-    /// # Errors
-    /// [`Fault::Plan`] when fields differ in length, or names the first request that makes no sense.
-    pub fn choose_all(&self, trace: &Trace<'_>) -> Result<Choices> {
-        let count = trace.prompt_tokens.len();
-        for (name, length) in [
-            ("cached_tokens", trace.cached_tokens.map(<[i64]>::len)),
-            ("output_tokens", trace.output_tokens.map(<[i64]>::len)),
-            ("sensitivity", trace.sensitivity.map(<[u8]>::len)),
-            ("ttft_target_s", trace.ttft_target_s.map(<[f64]>::len)),
-        ] {
-            if length.is_some_and(|length| length != count) {
-                let length = length.unwrap_or_default();
-                return Err(refuse(format!("trace: {name} has {length} entries; prompt_tokens has {count}")));
-            }
-        }
-        let mut choices = Choices {
-            candidate: Vec::with_capacity(count),
-            ttft_s: Vec::with_capacity(count),
-            exact_ttft_s: Vec::with_capacity(count),
-        };
-        for index in 0..count {
-            let choice = trace
-                .request(index)
-                .and_then(|request| self.choose(&request))
-                .map_err(|error| refuse(format!("trace: request {index}: {error}")))?;
-            choices.candidate.push(choice.map_or(-1, |choice| choice.candidate as i32));
-            choices.ttft_s.push(choice.map_or(f64::NAN, |choice| choice.ttft_s));
-            choices.exact_ttft_s.push(choice.map_or(f64::NAN, |choice| choice.exact_ttft_s));
-        }
-        Ok(choices)
-    }
-
     /// Prices a candidate and finds what stands against it.
     pub(super) fn assess(&self, candidate: &Candidate, request: &Request) -> Result<Assessment> {
         let step = request.step(&self.policy, candidate.tail);
@@ -253,42 +212,6 @@ mod tests {
     use super::*;
     use crate::plan::fixtures::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn a_trace_is_its_requests_one_by_one() {
-        let planner = Planner::new(&shape(), Policy { memory_budget_bytes: Some(3e9), ..policy() }).unwrap();
-        let trace = Trace {
-            prompt_tokens: &[100, 8192, 8192, 8192, 8192, 1_000_000],
-            cached_tokens: Some(&[0, 0, 0, 4096, 0, 0]),
-            output_tokens: Some(&[10; 6]),
-            sensitivity: Some(&[0, 0, 1, 1, 2, 0]),
-            ttft_target_s: Some(&[f64::NAN, f64::NAN, 0.5, f64::NAN, f64::NAN, f64::NAN]),
-        };
-        let choices = planner.choose_all(&trace).unwrap();
-        for index in 0..6 {
-            let choice = planner.choose(&trace.request(index).unwrap()).unwrap();
-            assert_eq!(choices.candidate[index], choice.map_or(-1, |choice| choice.candidate as i32));
-            if let Some(choice) = choice {
-                assert_eq!((choices.ttft_s[index], choices.exact_ttft_s[index]), (choice.ttft_s, choice.exact_ttft_s));
-            }
-        }
-        assert_eq!((choices.candidate[0], choices.candidate[4], choices.candidate[5]), (0, 0, -1));
-        assert!(choices.candidate[1] > 0 && choices.candidate[3] > 0 && choices.ttft_s[5].is_nan());
-
-        let prompts = Trace { prompt_tokens: &[8192, 8192], ..Trace::default() };
-        assert_eq!(planner.choose_all(&Trace::default()).unwrap(), Choices::default());
-        for (bad, words) in [
-            (Trace { prompt_tokens: &[8192, -1], ..prompts }, "trace: request 1: prompt_tokens is -1"),
-            (Trace { cached_tokens: Some(&[0, 8192]), ..prompts }, "trace: request 1: cached_tokens is 8192"),
-            (Trace { cached_tokens: Some(&[0]), ..prompts }, "cached_tokens has 1 entries; prompt_tokens has 2"),
-            (Trace { output_tokens: Some(&[0, -3]), ..prompts }, "output_tokens is -3"),
-            (Trace { sensitivity: Some(&[0, 7]), ..prompts }, "request 1: sensitivity is 7"),
-            (Trace { ttft_target_s: Some(&[0.0, 1.0]), ..prompts }, "request 0: ttft_target_s is 0"),
-        ] {
-            let error = planner.choose_all(&bad).unwrap_err().to_string();
-            assert!(error.contains(words), "{error} lacks {words}");
-        }
-    }
 
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(1024) })]

@@ -128,6 +128,23 @@ impl Request {
 }
 
 impl Trace<'_> {
+    /// Returns the number of requests; refuses fields of different lengths.
+    pub(super) fn check(&self) -> Result<usize> {
+        let count = self.prompt_tokens.len();
+        for (name, length) in [
+            ("cached_tokens", self.cached_tokens.map(<[i64]>::len)),
+            ("output_tokens", self.output_tokens.map(<[i64]>::len)),
+            ("sensitivity", self.sensitivity.map(<[u8]>::len)),
+            ("ttft_target_s", self.ttft_target_s.map(<[f64]>::len)),
+        ] {
+            if length.is_some_and(|length| length != count) {
+                let length = length.unwrap_or_default();
+                return Err(refuse(format!("trace: {name} has {length} entries; prompt_tokens has {count}")));
+            }
+        }
+        Ok(count)
+    }
+
     /// Returns one request.
     pub(super) fn request(&self, index: usize) -> Result<Request> {
         let count = |name: &str, values: Option<&[i64]>| {
