@@ -328,7 +328,7 @@ def search(
     model_json: str,
     question_json: str,
     *,
-    losses: Sequence[tuple[int, float]] = (),
+    losses: Sequence[tuple[int, float]] = ...,
     max_loss: float | None = None,
 ) -> str:
     """Returns what each split would give, as a JSON list in the order of the splits.

@@ -222,7 +222,7 @@ def _weight_anchors(layout: DecoderLayout, *, adapted: bool) -> str | None:
 
 
 def model_shape(model: nn.Module) -> dict[str, Any]:
-    """The shape that the cost model needs (rust/src/cost.rs), counted from the model's own weights.
+    """The shape that the cost model needs (rust/src/cost/), counted from the model's own weights.
 
     ``mlp_flops_per_row`` is two per weight that a row meets outside attention: experts count by the share of them
     that one token activates.

@@ -184,6 +184,22 @@ def test_a_smaller_target_never_gives_a_slower_plan(request: dict[str, Any], tar
     assert times == sorted(times)
 
 
+MEMORY_BYTES = [1e9, 2e9, 4e9, 6e9, 8e9, 12e9, 20e9, 40e9]
+BY_MEMORY = [planner(memory_budget_bytes=budget, loss_budget_nats=0.4) for budget in MEMORY_BYTES]
+
+
+@settings(max_examples=200)
+@given(request=st.fixed_dictionaries({**REQUESTS, "sensitivity": st.just("latency")}))
+def test_a_larger_memory_budget_never_slows_a_latency_sensitive_request(request: dict[str, Any]) -> None:
+    times = []
+    for one in BY_MEMORY:
+        try:
+            times.append(ttft(one, **request))
+        except PlanError:
+            times.append(math.inf)  # nothing fits
+    assert times == sorted(times, reverse=True)
+
+
 @settings(max_examples=200)
 @given(prompt=st.integers(1, 1 << 24), target=st.none() | st.floats(1e-3, 30))
 def test_no_length_turns_an_accuracy_sensitive_request_into_a_fill(prompt: int, target: float | None) -> None:

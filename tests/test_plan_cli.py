@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ridgefill import _core
-from ridgefill.cli import plan
+from ridgefill.cli import plan, plan_tables
 from ridgefill.errors import RidgeFillError
 
 LLAMA = {
@@ -306,13 +306,13 @@ def test_plot_draws_the_measured_splits(config: Path, tmp_path: Path) -> None:
 
     gates = ("--gate", "16:speed=0.04", "--gate", "20:speed=0.01", "--gate", "24:speed=0.02")
     rows = as_json("search", config, "--context", "8192", *gates)["splits"]
-    plan._draw(Figure, tmp_path / "pareto.png", rows)
+    plan_tables.draw(Figure, tmp_path / "pareto.png", rows)
     known, best = Figure.points
     assert [loss for loss, _ in known] == [0.04, 0.01, 0.02]
     assert [loss for loss, _ in best] == [0.01, 0.04]  # split 24 is slower than 20 and loses more
     assert (tmp_path / "pareto.png").read_bytes() == b"drawn"
     with pytest.raises(RidgeFillError, match="no split's loss is known"):
-        plan._draw(Figure, tmp_path / "none.png", as_json("search", config, "--context", "8192")["splits"])
+        plan_tables.draw(Figure, tmp_path / "none.png", as_json("search", config, "--context", "8192")["splits"])
 
 
 def test_no_torch_is_loaded(config: Path, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@
 //! allocation that its input's caps do not bound. A general JSON reader would keep the last of two equal
 //! keys in silence, which is how one file comes to mean two things to two programs.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
+use std::ops::{BitAnd, BitOr};
 
 use crate::error::{Error, Fault, Result};
 
@@ -176,39 +178,80 @@ pub fn encode(tensors: &[TensorInfo], metadata: &BTreeMap<String, String>) -> Ve
 
 /// Checks that every floating-point value of the data section is finite.
 pub fn check_finite(header: &Header, data: &[u8]) -> Result<()> {
-    for tensor in &header.tensors {
-        let bytes = usize::try_from(tensor.start)
-            .ok()
-            .zip(usize::try_from(tensor.end).ok())
-            .and_then(|(start, end)| data.get(start..end))
-            .ok_or(Fault::Truncated { expected: tensor.end, found: data.len() as u64 })?;
-        if let Some(index) = first_non_finite(tensor.dtype, bytes) {
-            return Err(Error::from(Fault::NonFinite { dtype: tensor.dtype.name(), index }).in_tensor(&tensor.name));
-        }
+    let mut check = FiniteCheck::new(header);
+    check.advance(data)?;
+    match check.rest.first() {
+        Some(tensor) => Err(Fault::Truncated { expected: tensor.end, found: data.len() as u64 }.into()),
+        None => Ok(()),
     }
-    Ok(())
+}
+
+/// Checks values while a data section arrives: each block is looked at once, while it is still in the processor's cache.
+#[derive(Debug)]
+pub struct FiniteCheck<'a> {
+    /// The tensors that are not checked to their end.
+    rest: &'a [TensorInfo],
+    checked_bytes: usize,
+}
+
+impl<'a> FiniteCheck<'a> {
+    /// Returns the check of a data section of which nothing has arrived.
+    pub fn new(header: &'a Header) -> Self {
+        Self { rest: &header.tensors, checked_bytes: 0 }
+    }
+
+    /// Looks at what is new in `data`, the data section from its start as far as it has arrived.
+    pub fn advance(&mut self, data: &[u8]) -> Result<()> {
+        while let Some((tensor, after)) = self.rest.split_first() {
+            // Offsets that no usize holds lie past any data there is.
+            let place = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
+            let (start, end) = (place(tensor.start), place(tensor.end));
+            let from = self.checked_bytes.max(start);
+            let arrived = data.get(from..end.min(data.len())).unwrap_or_default();
+            if let Some(index) = first_non_finite(tensor.dtype, arrived) {
+                let index = index + (from - start) as u64 / tensor.dtype.element_bytes();
+                return Err(Error::from(Fault::NonFinite { dtype: tensor.dtype.name(), index }).in_tensor(&tensor.name));
+            }
+            // An element that has arrived in part is looked at when the rest of it is there.
+            let whole = arrived.len() - arrived.len() % tensor.dtype.element_bytes() as usize;
+            self.checked_bytes = from + whole;
+            if end > data.len() {
+                return Ok(());
+            }
+            self.rest = after;
+        }
+        Ok(())
+    }
 }
 
 /// Returns the index of the first NaN or infinite element: one whose exponent bits are all set.
 pub fn first_non_finite(dtype: Dtype, bytes: &[u8]) -> Option<u64> {
+    // Adding the lowest bit of the exponent to the exponent alone carries into the sign's place just where all its bits
+    // are set: an AND, an addition and an OR for each element, on as many at once as a register holds.
     match dtype {
-        Dtype::BF16 => scan(bytes, |b| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
-        Dtype::F16 => scan(bytes, |b| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
-        Dtype::F32 => scan(bytes, |b| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000),
-        Dtype::F64 => scan(bytes, |b| u64::from_le_bytes(b) & 0x7ff0_0000_0000_0000 == 0x7ff0_0000_0000_0000),
-        Dtype::F8_E4M3 => scan(bytes, |b: [u8; 1]| b[0] & 0x7f == 0x7f), // this format has NaN and no infinity
-        Dtype::F8_E5M2 => scan(bytes, |b: [u8; 1]| b[0] & 0x7c == 0x7c),
+        Dtype::BF16 => scan(bytes, 0x8000, |b| (u16::from_le_bytes(b) & 0x7f80) + 0x0080),
+        Dtype::F16 => scan(bytes, 0x8000, |b| (u16::from_le_bytes(b) & 0x7c00) + 0x0400),
+        Dtype::F32 => scan(bytes, 1 << 31, |b| (u32::from_le_bytes(b) & 0x7f80_0000) + 0x0080_0000),
+        Dtype::F64 => scan(bytes, 1 << 63, |b| (u64::from_le_bytes(b) & (0x7ff << 52)) + (1 << 52)),
+        Dtype::F8_E4M3 => scan(bytes, 0x80, |b: [u8; 1]| (b[0] & 0x7f) + 1), // this format has NaN and no infinity
+        Dtype::F8_E5M2 => scan(bytes, 0x80, |b: [u8; 1]| (b[0] & 0x7c) + 0x04),
         _ => None,
     }
 }
 
-fn scan<const N: usize>(bytes: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<u64> {
+/// Returns the index of the first element whose `carry` reaches the bit `sign`.
+fn scan<const N: usize, W>(bytes: &[u8], sign: W, carry: impl Fn([u8; N]) -> W) -> Option<u64>
+where
+    W: Copy + Default + PartialEq + BitAnd<Output = W> + BitOr<Output = W>,
+{
     // A block without an early exit vectorises; the exact index is looked for only in a block that has one.
-    const BLOCK: usize = 1024;
+    const BLOCK: usize = 4096;
+    let none = W::default();
     let (elements, _) = bytes.as_chunks::<N>();
     for (block_index, block) in elements.chunks(BLOCK).enumerate() {
-        if block.iter().fold(false, |any, element| any | bad(*element)) {
-            let within = block.iter().position(|element| bad(*element))?;
+        let all = block.iter().fold(none, |all, element| all | carry(*element));
+        if all & sign != none {
+            let within = block.iter().position(|element| carry(*element) & sign != none)?;
             return Some((block_index * BLOCK + within) as u64);
         }
     }
@@ -264,7 +307,7 @@ fn parse_text(text: &str) -> Result<Parsed> {
     cursor.object("the header", |cursor, name| {
         if name == METADATA {
             if metadata.is_some() {
-                return Err(Fault::DuplicateMetadataKey { key: name }.into());
+                return Err(Fault::DuplicateMetadataKey { key: name.into_owned() }.into());
             }
             metadata = Some(parse_metadata(cursor)?);
             return Ok(());
@@ -289,8 +332,8 @@ fn parse_metadata(cursor: &mut Cursor<'_>) -> Result<BTreeMap<String, String>> {
     let mut metadata = BTreeMap::new();
     let mut left = MAX_METADATA_BYTES;
     cursor.object(METADATA, |cursor, key| {
-        if metadata.contains_key(&key) {
-            return Err(Fault::DuplicateMetadataKey { key }.into());
+        if metadata.contains_key(key.as_ref()) {
+            return Err(Fault::DuplicateMetadataKey { key: key.into_owned() }.into());
         }
         if metadata.len() == MAX_METADATA_KEYS {
             return Err(Fault::TooManyMetadataKeys.into());
@@ -298,7 +341,7 @@ fn parse_metadata(cursor: &mut Cursor<'_>) -> Result<BTreeMap<String, String>> {
         left = left.checked_sub(key.len()).ok_or(Fault::MetadataTooLarge)?;
         let value = cursor.string("a metadata value", left, || Fault::MetadataTooLarge)?;
         left -= value.len();
-        metadata.insert(key, value);
+        metadata.insert(key.into_owned(), value.into_owned());
         Ok(())
     })?;
     Ok(metadata)
@@ -307,13 +350,13 @@ fn parse_metadata(cursor: &mut Cursor<'_>) -> Result<BTreeMap<String, String>> {
 fn parse_tensor(cursor: &mut Cursor<'_>, name: &str) -> Result<TensorInfo> {
     let (mut dtype, mut shape, mut offsets) = (None, None, None);
     cursor.object("a tensor", |cursor, field| {
-        let taken = match field.as_str() {
+        let taken = match field.as_ref() {
             "dtype" => dtype.replace(cursor.dtype()?).is_some(),
             "shape" => shape.replace(cursor.integers("shape", MAX_DIMENSIONS)?).is_some(),
             "data_offsets" => offsets.replace(cursor.integers("data_offsets", 2)?).is_some(),
-            _ => return Err(Fault::UnknownField { field }.into()),
+            _ => return Err(Fault::UnknownField { field: field.into_owned() }.into()),
         };
-        if taken { Err(Fault::DuplicateField { field }.into()) } else { Ok(()) }
+        if taken { Err(Fault::DuplicateField { field: field.into_owned() }.into()) } else { Ok(()) }
     })?;
     let dtype = dtype.ok_or(Fault::MissingField { field: "dtype" })?;
     let shape = shape.ok_or(Fault::MissingField { field: "shape" })?;
@@ -333,7 +376,7 @@ struct Cursor<'a> {
     at: usize,
 }
 
-impl Cursor<'_> {
+impl<'a> Cursor<'a> {
     fn peek(&self) -> Option<u8> {
         self.text.as_bytes().get(self.at).copied()
     }
@@ -364,7 +407,11 @@ impl Cursor<'_> {
     }
 
     /// Reads an object; `member` gets each key and must read its value.
-    fn object(&mut self, what: &'static str, mut member: impl FnMut(&mut Self, String) -> Result<()>) -> Result<()> {
+    fn object(
+        &mut self,
+        what: &'static str,
+        mut member: impl FnMut(&mut Self, Cow<'a, str>) -> Result<()>,
+    ) -> Result<()> {
         if !self.take(b'{') {
             return Err(self.wrong_type(what, "an object"));
         }
@@ -435,27 +482,33 @@ impl Cursor<'_> {
     fn dtype(&mut self) -> Result<Dtype> {
         let at = self.at;
         let found = self.string("dtype", MAX_NAME_BYTES, || Fault::NameTooLong { at })?;
-        Dtype::parse(&found).ok_or_else(|| Fault::UnknownDtype { found }.into())
+        Dtype::parse(&found).ok_or_else(|| Fault::UnknownDtype { found: found.into_owned() }.into())
     }
 
-    /// Reads a string of at most `most` bytes, its escapes decoded.
-    fn string(&mut self, what: &'static str, most: usize, too_long: impl Fn() -> Fault) -> Result<String> {
+    /// Reads a string of at most `most` bytes, its escapes decoded; one without escapes, as nearly all are, where it lies.
+    fn string(&mut self, what: &'static str, most: usize, too_long: impl Fn() -> Fault) -> Result<Cow<'a, str>> {
         if !self.take(b'"') {
             return Err(self.wrong_type(what, "a string"));
         }
         let mut text = String::new();
         loop {
-            let rest = &self.text[self.at..];
+            let all: &'a str = self.text;
+            let rest = &all[self.at..];
             let plain = rest.bytes().take_while(|byte| !matches!(byte, b'"' | b'\\' | 0..0x20)).count();
             if text.len() + plain > most {
                 return Err(too_long().into());
             }
-            text.push_str(&rest[..plain]);
-            self.at += plain;
+            let plain = &rest[..plain];
+            self.at += plain.len();
+            if text.is_empty() && self.peek() == Some(b'"') {
+                self.at += 1;
+                return Ok(Cow::Borrowed(plain));
+            }
+            text.push_str(plain);
             match self.peek() {
                 Some(b'"') => {
                     self.at += 1;
-                    return Ok(text);
+                    return Ok(Cow::Owned(text));
                 }
                 Some(b'\\') => {
                     let character = self.escape().ok_or_else(|| self.expected("an escape that JSON knows"))?;
@@ -512,6 +565,7 @@ impl Cursor<'_> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use proptest::sample::Index;
 
     #[test]
     fn every_dtype_has_its_name_and_size() {
@@ -524,7 +578,7 @@ mod tests {
     }
 
     fn string(json: &str) -> Result<String> {
-        Cursor { text: json, at: 0 }.string("a string", usize::MAX, || Fault::MetadataTooLarge)
+        Cursor { text: json, at: 0 }.string("a string", usize::MAX, || Fault::MetadataTooLarge).map(Cow::into_owned)
     }
 
     proptest! {
@@ -540,16 +594,64 @@ mod tests {
             let json = format!("\"{inner}\"");
             // The cursor stops at the closing quote; serde_json must have nothing after it.
             let mut cursor = Cursor { text: &json, at: 0 };
-            let ours = cursor.string("a string", usize::MAX, || Fault::MetadataTooLarge).ok().filter(|_| cursor.at == json.len());
+            let ours = cursor.string("a string", usize::MAX, || Fault::MetadataTooLarge).ok().map(Cow::into_owned).filter(|_| cursor.at == json.len());
             prop_assert_eq!(ours, serde_json::from_str::<String>(&json).ok());
         }
 
         #[test]
-        fn every_single_non_finite_bit_pattern_is_found(bits in any::<u32>(), at in 0usize..3000) {
+        fn every_single_non_finite_bit_pattern_is_found(bits in any::<u32>(), at in 0usize..5000) {
             let non_finite = !f32::from_bits(bits).is_finite();
-            let mut data = vec![0u8; 3000 * 4];
+            let mut data = vec![0u8; 5000 * 4];
             data[at * 4..][..4].copy_from_slice(&bits.to_le_bytes());
             prop_assert_eq!(first_non_finite(Dtype::F32, &data), non_finite.then_some(at as u64));
+        }
+
+        #[test]
+        fn every_wide_bit_pattern_is_judged_right(bits in prop_oneof![any::<u64>(), any::<u64>().prop_map(|b| b | 0x7ff << 52)]) {
+            let non_finite = !f64::from_bits(bits).is_finite();
+            prop_assert_eq!(first_non_finite(Dtype::F64, &bits.to_le_bytes()), non_finite.then_some(0));
+        }
+
+        #[test]
+        fn values_that_arrive_in_pieces_are_judged_as_one(
+            counts in prop::collection::vec(0usize..40, 0..6), dtypes in prop::collection::vec(any::<Index>(), 6),
+            bad in prop::option::of(any::<Index>()), cuts in prop::collection::vec(any::<Index>(), 0..8),
+        ) {
+            let mut start = 0;
+            let tensors: Vec<_> = counts.iter().zip(dtypes).map(|(count, dtype)| {
+                let dtype = Dtype::ALL[dtype.index(Dtype::ALL.len())];
+                let end = start + *count as u64 * dtype.element_bytes();
+                let tensor = TensorInfo { name: start.to_string(), dtype, shape: vec![*count as u64], start, end };
+                start = end;
+                tensor
+            }).collect();
+            let mut data = vec![0u8; start as usize];
+            if let (Some(bad), false) = (bad, data.is_empty()) {
+                // All bits set from somewhere on: NaN in every floating-point type.
+                let from = bad.index(data.len());
+                data[from..].fill(0xff);
+            }
+            let header = Header { metadata: BTreeMap::new(), tensors };
+            let mut ends: Vec<usize> = cuts.iter().map(|cut| cut.index(data.len() + 1)).chain([data.len()]).collect();
+            ends.sort_unstable();
+            let mut check = FiniteCheck::new(&header);
+            let pieces = ends.iter().try_for_each(|end| check.advance(&data[..*end]));
+            // One by one, the plain way.
+            let plain = header.tensors.iter().find_map(|tensor| {
+                let bytes = &data[tensor.start as usize..tensor.end as usize];
+                first_non_finite(tensor.dtype, bytes).map(|index| (tensor.name.clone(), index))
+            });
+            let found = pieces.err().map(|error| match error.fault {
+                Fault::NonFinite { index, .. } => (error.tensor.unwrap_or_default(), index),
+                fault => panic!("{fault:?}"),
+            });
+            prop_assert_eq!(&found, &plain);
+            prop_assert_eq!(check_finite(&header, &data).is_err(), plain.is_some());
+            if let Some(last) = header.tensors.iter().rev().find(|tensor| tensor.end > tensor.start) {
+                let short = check_finite(&header, &data[..last.end as usize - 1]).unwrap_err();
+                let truncated = matches!(short.fault, Fault::Truncated { .. });
+                prop_assert!(plain.is_some() || truncated);
+            }
         }
 
         #[test]
@@ -569,12 +671,16 @@ mod tests {
     }
 
     #[test]
-    fn every_16_bit_pattern_is_judged_right() {
+    fn every_short_bit_pattern_is_judged_right() {
         for bits in 0..=u16::MAX {
             let bytes = bits.to_le_bytes();
             let bf16 = f32::from_bits(u32::from(bits) << 16).is_finite();
             assert_eq!(first_non_finite(Dtype::BF16, &bytes).is_none(), bf16, "{bits:#x}");
             assert_eq!(first_non_finite(Dtype::F16, &bytes).is_none(), bits >> 10 & 0x1f != 0x1f, "{bits:#x}");
+        }
+        for bits in 0..=u8::MAX {
+            assert_eq!(first_non_finite(Dtype::F8_E4M3, &[bits]).is_none(), bits & 0x7f != 0x7f, "{bits:#x}");
+            assert_eq!(first_non_finite(Dtype::F8_E5M2, &[bits]).is_none(), bits >> 2 & 0x1f != 0x1f, "{bits:#x}");
         }
     }
 }
