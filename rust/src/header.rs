@@ -30,6 +30,9 @@ pub const MAX_METADATA_BYTES: usize = 1 << 20;
 /// The data section's start is a multiple of this.
 pub const DATA_ALIGNMENT: u64 = 8;
 
+/// Room at first for a string with escapes, which is mostly JSON within the JSON: half a dozen allocations fewer.
+const ESCAPED_BYTES: usize = 256;
+
 pub(crate) const METADATA: &str = "__metadata__";
 
 /// The element types this reader knows: those of safetensors whose elements are whole bytes of 1, 2, 4 or 8.
@@ -503,6 +506,9 @@ impl<'a> Cursor<'a> {
             if text.is_empty() && self.peek() == Some(b'"') {
                 self.at += 1;
                 return Ok(Cow::Borrowed(plain));
+            }
+            if text.is_empty() {
+                text.reserve(plain.len() + ESCAPED_BYTES);
             }
             text.push_str(plain);
             match self.peek() {

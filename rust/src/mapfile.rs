@@ -51,7 +51,7 @@ impl MapFile {
             return Err(Fault::TooShort { bytes: file_bytes }.into());
         }
         // Most headers come with their length in one read.
-        let mut first = Vec::with_capacity(FIRST_BYTES);
+        let mut first = Vec::new();
         append_at(&file, &mut first, FIRST_BYTES.min(usize::try_from(file_bytes).unwrap_or(usize::MAX)), 0)?;
         let (prefix, _) = first.split_first_chunk::<8>().ok_or(Fault::TooShort { bytes: first.len() as u64 })?;
         let header_bytes = header::header_bytes(*prefix, file_bytes)?;
