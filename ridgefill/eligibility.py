@@ -88,8 +88,6 @@ def prepare(
     ):
         return None, "gradients are enabled and the inputs or the cache require them; call under torch.no_grad()"
     cached = caches.cached_tokens(cache)
-    if layout.rope_switch is not None and cached + rows > layout.rope_switch:
-        return None, f"past {layout.rope_switch} rows, all rows' rotary tables depend on the length of the call"
     position_ids = arguments.get("position_ids")
     if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != rows):
         return None, f"position_ids have shape {tuple(position_ids.shape)}, expected [batch, {rows}]"
@@ -105,6 +103,8 @@ def prepare(
         padding = padding.expand(next(iter(inputs.values())).shape[0], -1)  # one mask row may serve a whole batch
         if left_pads > (cached + rows) // 4:
             return None, f"{left_pads} left pads of {cached + rows} rows would make the exact head too long"
+    if (switch := layout.rope_switch) is not None and cached + rows > switch:
+        return None, f"past {switch} rows, all rows' rotary tables depend on the length of the call"
     decision = _core.decide(
         cached_tokens=cached,
         step_tokens=rows,
