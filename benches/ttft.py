@@ -52,7 +52,7 @@ CASES = {
 
 
 # The check before the timing: plumb's construction does not depend on the prompt's length, and its time does.
-_CHECKED_TOKENS = 2048
+_CHECKED_TOKENS = 1024
 
 # Issue 3: what a call that does not fill may cost more than stock.
 ADDED_BAR_US = 100

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ridgefill.synth import ResidentMap
+from ridgefill.synth import ResidentMap, laid_out, resident_gain
 from ridgefill.writers import key_rotation, probe_layers
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def fused_maps(
     if any(next(layout.layers[layer].parameters()).device != device for layer in order):
         return None, "the late layers lie on several devices"
     fused = FusedMaps(
-        torch.cat([weight for weight, _ in stacked], dim=1).to(device, dtype),
+        laid_out(torch.cat([weight for weight, _ in stacked], dim=1).to(device, dtype)),
         torch.cat([bias for _, bias in stacked]).to(device, dtype),
         layers,
     )
@@ -218,9 +218,6 @@ def _fused_layer(layout: DecoderLayout, layer: int, layer_map: LayerMap, columns
         found: torch.Tensor | None = getattr(projection, "bias", None)
         return None if found is None else found.detach().to(dtype)
 
-    def gain(found: torch.Tensor | None) -> torch.Tensor | None:
-        return None if found is None else found.view(-1, 1, 1).to(device, dtype)
-
     return FusedLayer(
         columns=columns,
         kv_dim=(columns.stop - columns.start - layer_map.scale_basis.shape[1]) // 2,
@@ -232,8 +229,8 @@ def _fused_layer(layout: DecoderLayout, layer: int, layer_map: LayerMap, columns
         value_bias=bias(attention.v_proj),
         k_norm=getattr(attention, "k_norm", None),
         rotate=rotate,
-        key_gain=gain(layer_map.key_gain),
-        value_gain=gain(layer_map.value_gain),
+        key_gain=resident_gain(layer_map.key_gain, device, dtype),
+        value_gain=resident_gain(layer_map.value_gain, device, dtype),
     )
 
 
