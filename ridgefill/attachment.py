@@ -175,7 +175,7 @@ class Attachment:
             self._run_exact("the tier is exact")
             return None
         started = time.perf_counter()
-        plan = self._plan(count, caches.cached_tokens(given_cache(kwargs)))
+        plan = None if self.planner is None else self._plan(self.planner, count, self.signature.bind(args, kwargs))
         if plan is not None and plan["tier"] == "exact":
             self._run_exact("; ".join((*plan["reasons"], *(other["reason"] for other in plan["rejected"]))))
             return None
@@ -202,16 +202,15 @@ class Attachment:
         call.tail_started = time.perf_counter()
         return (), self._tail_arguments(arguments, step)
 
-    def _plan(self, rows: int, cached_tokens: int) -> dict[str, Any] | None:
-        """What the planner says about a prefill of ``rows`` more rows; None unless the tier is auto."""
-        if self.planner is None:
-            return None
+    def _plan(self, planner: _core.Planner, rows: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What the planner says about a prefill of ``rows`` more rows (tier auto)."""
+        cached_tokens = caches.cached_tokens(given_cache(arguments))
         request = {
             "prompt_tokens": cached_tokens + rows,
             "cached_tokens": cached_tokens,
             "sensitivity": "latency",
         }
-        plan: dict[str, Any] = json.loads(self.planner.plan(json.dumps(request)))
+        plan: dict[str, Any] = json.loads(planner.plan(json.dumps(request)))
         return plan
 
     def _tail_arguments(self, arguments: dict[str, Any], step: prefill.Step) -> dict[str, Any]:

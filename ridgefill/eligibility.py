@@ -97,9 +97,9 @@ def prepare(
     left_pads = 0
     if padding is not None:
         real = padding.bool()
-        left_pads = int(real.shape[1] - real.sum(1).min())
         if not bool((real[:, 1:] >= real[:, :-1]).all()):
             return None, "the attention mask is not left padding (right padding or holes)"
+        left_pads = real.shape[1] - int(real.sum(1).min())
         padding = padding.expand(next(iter(inputs.values())).shape[0], -1)  # one mask row may serve a whole batch
         if left_pads > (cached + rows) // 4:
             return None, f"{left_pads} left pads of {cached + rows} rows would make the exact head too long"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
 from typing import Any
 
 import pytest
@@ -78,11 +80,27 @@ def test_a_larger_budget_allows_more_and_nonsense_is_refused(llama: nn.Module) -
         pass
 
 
-def test_cached_rows_count(llama: nn.Module) -> None:
+@pytest.mark.parametrize("by_position", [False, True])
+def test_cached_rows_count(llama: nn.Module, by_position: bool) -> None:
     cache, argument = DynamicCache(config=llama.config), cache_argument_name(llama.forward)
     assert argument is not None
-    with ridgefill.attach(llama, maps(llama, 0.01), **SETTINGS) as attachment:
+    asked: list[int] = []
+    with ridgefill.attach(llama, maps(llama, 0.01), **SETTINGS) as attachment, torch.no_grad():
+        planner = attachment.planner
+        assert planner is not None
+
+        class Listening:
+            def plan(self, request: str) -> str:
+                asked.append(json.loads(request)["cached_tokens"])
+                return planner.plan(request)
+
+        attachment.planner = Listening()  # type: ignore[assignment]
         for _ in range(2):
-            run(llama, **{argument: cache})
+            if by_position:
+                between = [None] * (list(inspect.signature(llama.forward).parameters).index(argument) - 1)
+                llama(prompt(ROWS), *between, cache, use_cache=True, logits_to_keep=1)
+            else:
+                run(llama, **{argument: cache})
         status = attachment.status()
         assert (status["ran"], status["spans"]["fill"]) == ("speed", [ROWS, 2 * ROWS - TAIL])
+    assert asked == [0, ROWS]
