@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -271,13 +272,19 @@ class Attachment:
                 self.history.append(_record("the call ended with an exception; its fill was undone"))
 
     def _run_exact(self, reason: str, *, log: bool = False) -> None:
-        kind = re.sub(r"\d+", "#", reason)  # 159 and 160 rows are one kind of reason
+        kind = _kind(reason)
         with self._lock:
             first = kind not in self.counters
             self.counters[kind] += 1
             self.history.append(_record(reason))
         if log and first:
             _log.warning("a long prefill runs stock: %s", reason)
+
+
+@functools.lru_cache(maxsize=256)
+def _kind(reason: str) -> str:
+    """The reason without its numbers: 159 and 160 rows are one kind. Most calls give the same reason as the last."""
+    return re.sub(r"\d+", "#", reason)
 
 
 def is_attached(model: nn.Module) -> bool:
