@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from quality import refuse_seen_texts
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ridgefill.demo import KINDS, model_folder, standard_texts
+from ridgefill.demo import model_folder
 from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.needle import ORACLE, Answer, Filler, Item, Setting, answer_item, build_items, cell
-from ridgefill.evaluate.quality import Variants
+from ridgefill.evaluate.quality import Variants, unseen_texts
 from ridgefill.evaluate.report import machine_line
 from ridgefill.maps import RidgeMaps
 
@@ -50,9 +49,9 @@ def settings_of(splits: Sequence[int], shares: Sequence[float]) -> list[Setting]
     return found
 
 
-def build(tokenizer: Any, lengths: Sequence[int], per_cell: int, tail: int, head: int) -> list[Item]:
-    """The prompts of all lengths, from held-out text, the same ones in every run."""
-    filler = Filler(tokenizer, [text for kind in KINDS for text in standard_texts(kind, "held-out")])
+def build(tokenizer: Any, maps: RidgeMaps, lengths: Sequence[int], per_cell: int, tail: int, head: int) -> list[Item]:
+    """The prompts of all lengths, from text that these maps never saw, the same ones in every run."""
+    filler = Filler(tokenizer, unseen_texts(maps))
     return [
         item
         for number, length in enumerate(lengths)
@@ -134,7 +133,6 @@ def main(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     loaded = RidgeMaps.load(maps)
-    refuse_seen_texts(loaded)
     settings = settings_of(splits, shares)
     configuration = {
         "maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(),
@@ -147,7 +145,7 @@ def main(
         "dtype": dtype,
     }
     journal = Journal(journal_path, configuration)
-    items = build(tokenizer, lengths, per_cell, tail, head)
+    items = build(tokenizer, loaded, lengths, per_cell, tail, head)
     variants = Variants(model, loaded)
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("prompts", total=len(items), completed=len(journal.done))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from ridgefill.evaluate.needle import (
     heat_map,
     usable_lengths,
 )
-from ridgefill.evaluate.quality import SHARE, Variants, Window, held_out_windows
+from ridgefill.evaluate.quality import SHARE, Variants, Window, held_out_windows, unseen_texts
 from ridgefill.evaluate.report import machine
 from ridgefill.evaluate.splice import attribution, study_splices
 from ridgefill.evaluate.stats import (
@@ -124,12 +123,7 @@ def standard_material(tokenizer: Any, maps: RidgeMaps, settings: GateSettings) -
     Raises:
         RidgeFillError: the maps were fitted on one of these texts.
     """
-    seen = {entry["name"] for entry in maps.fit["texts"]} | {entry["sha256"] for entry in maps.fit["texts"]}
-    texts = [text for kind in KINDS for text in standard_texts(kind, "held-out")]
-    for name, text in texts:
-        if name in seen or hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() in seen:
-            raise RidgeFillError(f"the maps were fitted on {name}, which the gate holds out; fit them on other text")
-    filler = Filler(tokenizer, texts)
+    filler = Filler(tokenizer, unseen_texts(maps))
 
     def items(tokens: int) -> list[Item]:
         options: dict[str, Any] = {"tail": settings.tail, "head": settings.head, "seed": tokens}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -86,6 +87,20 @@ class Result:
 
 
 # --- prompts -------------------------------------------------------------------------------------------------------
+
+
+def unseen_texts(maps: RidgeMaps) -> list[tuple[str, str]]:
+    """Return every held-out standard text ``(name, text)``.
+
+    Raises:
+        RidgeFillError: one of them took part in the fit of these maps, by its name or by its bytes.
+    """
+    fitted = {entry[field] for entry in maps.fit["texts"] for field in ("name", "sha256")}
+    texts = [text for kind in KINDS for text in standard_texts(kind, "held-out")]
+    for name, text in texts:
+        if name in fitted or hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() in fitted:
+            raise RidgeFillError(f"the maps were fitted on {name}, which is held out; fit them on other text")
+    return texts
 
 
 def held_out_windows(tokenizer: Any, *, tokens: int, per_kind: int, kinds: Sequence[str] = KINDS) -> list[Window]:
