@@ -158,7 +158,8 @@ class Attachment:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Fill an eligible call and return the arguments with which the stock forward does the tail."""
-        self._abandon()  # an interrupt ended the last call without its forward hook
+        if self._calls.current is not None:
+            self._abandon()  # an interrupt ended the last call without its forward hook
         prefill.RUNNING.capture = None
         count = step_rows(self.signature, args, kwargs)
         if count == 1:
@@ -529,12 +530,12 @@ def _tokenizer_word(tokenizer: Any, maps: RidgeMaps) -> str:
 
 def _register(model: nn.Module, attachment: Attachment) -> None:
     """Hook the model; the hooks hold the attachment weakly and do nothing on a copy of the model."""
+    from torch.compiler import is_compiling
+
     reference = weakref.ref(attachment)
 
     def owner(module: nn.Module) -> Attachment | None:
-        import torch
-
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return None
         attached = reference()
         return attached if attached is not None and attached.model() is module else None
@@ -553,8 +554,9 @@ def _register(model: nn.Module, attachment: Attachment) -> None:
         handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
         split_layer = settings.layout.layers[settings.split]
-        handles.append(split_layer.register_forward_pre_hook(prefill.on_split_layer, with_kwargs=True))
-        handles.extend(m.register_forward_hook(prefill.on_rotary) for m in settings.rotary_modules)
+        on_split_layer, on_rotary = prefill.capture_hooks()
+        handles.append(split_layer.register_forward_pre_hook(on_split_layer, with_kwargs=True))
+        handles.extend(m.register_forward_hook(on_rotary) for m in settings.rotary_modules)
         if attachment.selection is not None:
             handles.extend(attachment.selection.hook(settings.layout))
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -34,6 +35,12 @@ class DecoderLayout:
     config: Any
     windows: tuple[int | None, ...]
     cache_argument: str
+
+    @functools.cached_property
+    def config_values(self) -> dict[str, Any]:
+        """The config's own attributes, live; each call reads some, and transformers' getattr takes microseconds."""
+        values: dict[str, Any] = vars(self.config)
+        return values
 
     @property
     def num_layers(self) -> int:

@@ -411,26 +411,29 @@ def _true_block_inputs(settings: FillSettings, step: Step, first_row: int) -> di
     return inputs
 
 
-def on_split_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the split layer: during a capture on this thread, take the stream and end the forward."""
-    import torch
+def capture_hooks() -> tuple[Callable[..., None], Callable[..., None]]:
+    """The split layer's forward pre-hook and the rotary modules' forward hook; both do nothing outside a `Capture`."""
+    from torch.compiler import is_compiling  # once: an import statement in a hook costs every call that does not fill
 
-    if torch.compiler.is_compiling() or (capture := RUNNING.capture) is None:
-        return
-    settings = capture.settings
-    if module is settings.layout.layers[settings.split]:
-        stream = args[0] if args else kwargs["hidden_states"]
-        if capture.stops:
-            layer_kwargs = {name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")}
-            raise StreamTaken(stream, layer_kwargs)
-        capture.stream = stream
+    def on_split_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """During a capture on this thread, take the stream and end the forward."""
+        if is_compiling() or (capture := RUNNING.capture) is None:
+            return
+        settings = capture.settings
+        if module is settings.layout.layers[settings.split]:
+            stream = args[0] if args else kwargs["hidden_states"]
+            if capture.stops:
+                layer_kwargs = {
+                    name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")
+                }
+                raise StreamTaken(stream, layer_kwargs)
+            capture.stream = stream
 
+    def on_rotary(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        """During a capture on this thread, keep the tables in call order."""
+        if is_compiling() or (capture := RUNNING.capture) is None:
+            return
+        if any(module is known for known in capture.settings.rotary_modules):
+            capture.rotary_outputs.append(output)
 
-def on_rotary(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of the rotary modules: during a capture on this thread, keep the tables in call order."""
-    import torch
-
-    if torch.compiler.is_compiling() or (capture := RUNNING.capture) is None:
-        return
-    if any(module is known for known in capture.settings.rotary_modules):
-        capture.rotary_outputs.append(output)
+    return on_split_layer, on_rotary
