@@ -306,7 +306,8 @@ def check_rates(rates_json: str) -> str:
     """Returns rates as JSON again, checked.
 
     Args:
-        rates_json: ``{"matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s", "layer_call_s", "source"}``.
+        rates_json: ``{"matmul_flops_per_s", "attention_flops_per_s", "masked_attention_flops_per_s",
+            "memory_bytes_per_s", "layer_call_s", "source"}``; the masked rate may be missing, ``source`` too.
 
     Raises:
         ScheduleError: A rate is missing or makes no sense.

@@ -1,7 +1,7 @@
-"""How fast this machine is, in the four rates that the cost model needs (docs/planning.md).
+"""How fast this machine is, in the five rates that the cost model needs (docs/planning.md).
 
-Micro-benchmarks at a model's widths: matrix products, causal attention, a copy, and the calls of one layer with nothing
-in them. Never a prefill, and never with the model's weights: what the rates are used to predict is not measured here.
+Micro-benchmarks at a model's widths: matrix products, causal attention, attention under a mask, a copy, and the calls of
+one layer with nothing in them. Never a prefill, and never with the model's weights: what the rates are used to predict is not measured here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def calibrate(
         seconds: about how long all of it may take, warm-up included.
 
     Returns:
-        ``matmul_flops_per_s``, ``attention_flops_per_s``, ``memory_bytes_per_s``, ``layer_call_s``, ``source``.
+        ``matmul_flops_per_s``, ``attention_flops_per_s``, ``masked_attention_flops_per_s``, ``memory_bytes_per_s``,
+        ``layer_call_s``, ``source``.
 
     Raises:
         RidgeFillError: no layer has attention whose widths could be measured.
@@ -43,11 +44,14 @@ def calibrate(
     import torch
 
     attention, matrices = _widths(description)
-    share = seconds / 4
+    share = seconds / 5
     with torch.inference_mode():
+        causal = _attention_rate(*attention, dtype, device, share)
+        masked = _attention_rate(*attention, dtype, device, share, first_row=_ROWS - _ROWS // 8)
         return {
             "matmul_flops_per_s": _matmul_rate(matrices, dtype, device, share),
-            "attention_flops_per_s": _attention_rate(*attention, dtype, device, share),
+            "attention_flops_per_s": causal,
+            "masked_attention_flops_per_s": min(masked, causal),
             "memory_bytes_per_s": _copy_rate(device, share),
             "layer_call_s": _layer_call_seconds(device, share),
             "source": f"measured on {_device_name(device)}, {str(dtype).removeprefix('torch.')}, "
@@ -100,20 +104,34 @@ def _matmul_rate(matrices: list[tuple[int, int]], dtype: torch.dtype, device: to
 
 
 def _attention_rate(
-    heads: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device, seconds: float
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float,
+    first_row: int = 0,
 ) -> float:
-    """Operations a second of causal attention of `_ROWS` rows, each visible pair counted once."""
+    """Operations a second of attention of the rows from ``first_row`` to `_ROWS`, each visible pair counted once.
+
+    Rows that begin behind others need a boolean mask, as transformers makes it; all rows at once are causal without.
+    """
     import torch
 
-    queries = torch.randn(1, heads, _ROWS, width, dtype=dtype, device=device)
+    queries = torch.randn(1, heads, _ROWS - first_row, width, dtype=dtype, device=device)
     keys, values = torch.randn(2, 1, kv_heads, _ROWS, width, dtype=dtype, device=device)
     # As transformers calls it: grouped keys repeated unless the kernel takes them as they are.
     keys, values = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (keys, values))
 
-    def attend() -> None:
-        torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    positions = torch.arange(_ROWS, device=device)
+    mask = (positions <= positions[first_row:].unsqueeze(1))[None, None] if first_row else None
 
-    pairs = _ROWS * (_ROWS + 1) / 2
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None
+        )
+
+    pairs = (_ROWS * (_ROWS + 1) - first_row * (first_row + 1)) / 2
     return 4.0 * heads * width * pairs / _seconds(attend, device, seconds)
 
 

@@ -77,6 +77,8 @@ impl Part {
 #[allow(missing_docs)]
 pub struct Amount {
     pub flops: f64,
+    /// Those of `flops` that are attention under an explicit mask.
+    pub masked_flops: f64,
     /// Bytes between memory and processor, weights and caches once a call.
     pub bytes: f64,
 }
@@ -108,6 +110,7 @@ impl Cost {
     pub(super) fn add(&mut self, part: Part, amount: Amount) {
         let sum = &mut self.parts[part as usize];
         sum.flops += amount.flops;
+        sum.masked_flops += amount.masked_flops;
         sum.bytes += amount.bytes;
     }
 }

@@ -7,6 +7,15 @@ use super::work::Work;
 use crate::error::Result;
 use crate::rule::{Decision, Step, decide, first_needed_row};
 
+/// Returns where attention without a mask ends below the split: a fresh prompt's head and first chunk are one causal call.
+pub(super) fn unmasked_end(decision: &Decision, cached_tokens: u64, chunk_tokens: Option<u64>) -> u64 {
+    match (cached_tokens, chunk_tokens) {
+        (0, None) => decision.fill_end,
+        (0, Some(chunk)) => decision.fill_end.min(decision.fill_start.saturating_add(chunk)),
+        _ => cached_tokens,
+    }
+}
+
 /// Layers below the split whose exact queries and keys score bulk rows, besides layer S (design, section 2.6).
 const SCORED_BELOW_SPLIT: usize = 3;
 
@@ -218,7 +227,7 @@ impl Pricer {
         let mut cost = Cost { layer_calls: self.whole.layers, ..Cost::default() };
         cost.add(Part::EarlyMatmul, self.extra(to - from));
         cost.add(Part::EarlyMatmul, self.whole.matmul((to - from) as f64, 1.0, bytes));
-        cost.add(Part::EarlyAttention, self.whole.attention(from, to, 1.0, bytes));
+        cost.add(Part::EarlyAttention, self.whole.attention(from, to, 1.0, from > 0, bytes));
         cost.add(Part::Output, self.output(step));
         cost
     }
@@ -243,11 +252,13 @@ impl Pricer {
             Part::EarlyMatmul,
             self.early.matmul((step_end - begin) as f64, head_calls + chunks + tail_calls, bytes),
         );
-        cost.add(Part::EarlyAttention, self.early.attention(begin, step_end, 1.0, bytes));
+        let open = unmasked_end(decision, begin, self.setting.chunk_tokens);
+        cost.add(Part::EarlyAttention, self.early.attention(begin, open, 1.0, false, bytes));
+        cost.add(Part::EarlyAttention, self.early.attention(open, step_end, 1.0, true, bytes));
         let exact_rows = (start - begin) + (step_end - end);
         cost.add(Part::LateMatmul, self.late.matmul(exact_rows as f64, head_calls + tail_calls, bytes));
-        cost.add(Part::LateAttention, self.late.attention(begin, start, 1.0, bytes));
-        cost.add(Part::LateAttention, self.late.attention(end, step_end, 1.0, bytes));
+        cost.add(Part::LateAttention, self.late.attention(begin, start, 1.0, begin > 0, bytes));
+        cost.add(Part::LateAttention, self.late.attention(end, step_end, 1.0, true, bytes));
         cost.layer_calls += (head_calls + tail_calls) * self.whole.layers + chunks * self.early.layers;
 
         for group in &self.filled {
@@ -257,9 +268,10 @@ impl Pricer {
                 Amount {
                     flops: rows * 2.0 * group.weights,
                     bytes: bytes * (chunks * group.weights + rows * (group.row_elements + self.stream_width)),
+                    ..Amount::default()
                 },
             );
-            cost.add(Part::FillScan, Amount { flops: rows * group.scan_flops, bytes: 0.0 });
+            cost.add(Part::FillScan, Amount { flops: rows * group.scan_flops, ..Amount::default() });
             cost.layer_calls += chunks * group.layers;
         }
 
@@ -267,13 +279,13 @@ impl Pricer {
         for &(from, to) in exact_spans {
             let (from, to) = (from.clamp(start, end), to.clamp(start, end));
             named += to - from;
-            cost.add(Part::SelectedAttention, self.late.attention(from, to, 1.0, bytes));
+            cost.add(Part::SelectedAttention, self.late.attention(from, to, 1.0, true, bytes));
         }
         let share = self.setting.selected_share;
         let selected = named as f64 + share * (bulk - named) as f64;
         if share > 0.0 {
             let left = share * ((bulk - named) as f64 / bulk as f64);
-            cost.add(Part::SelectedAttention, self.late.attention(start, end, left, bytes));
+            cost.add(Part::SelectedAttention, self.late.attention(start, end, left, true, bytes));
             cost.add(Part::Scoring, self.scoring(step_end - end, start, end));
         }
         if selected > 0.0 {
@@ -289,7 +301,7 @@ impl Pricer {
     fn scoring(&self, tail: u64, start: u64, end: u64) -> Amount {
         let bytes = self.setting.element_bytes;
         let tail = tail as f64;
-        let mut amount = Amount { flops: tail * self.query_flops, bytes: 0.0 };
+        let mut amount = Amount { flops: tail * self.query_flops, ..Amount::default() };
         for keys in &self.scored.keys {
             let seen = (end - first_needed_row(start, end, keys.visible)) as f64;
             amount.flops += tail * seen * keys.pair_flops;
@@ -303,6 +315,7 @@ impl Pricer {
         Amount {
             flops: rows * 2.0 * self.extra_weights,
             bytes: self.setting.element_bytes * self.extra_weights.min(rows * self.extra_weights),
+            ..Amount::default()
         }
     }
 
@@ -312,6 +325,7 @@ impl Pricer {
         Amount {
             flops: rows * 2.0 * self.output_weights,
             bytes: self.setting.element_bytes * (weights + rows * self.vocab_size),
+            ..Amount::default()
         }
     }
 

@@ -4,7 +4,7 @@
 //! when a planner is made. A sum in another order rounds otherwise, so these seconds only say which of two plans is faster
 //! where they differ by more than [`ROUNDING`]; what is reported is always priced the plain way.
 
-use super::pricer::Filled;
+use super::pricer::{Filled, unmasked_end};
 use super::work::{QUERY_BLOCK, Work, visible_keys};
 use super::{Pricer, Rates};
 use crate::rule::{Decision, Step, first_needed_row};
@@ -60,6 +60,8 @@ struct QuickAttention {
     state_memory_s: f64,
     /// (visible keys, seconds of a pair, of a row's queries and outputs, of a block of queries' keys and values).
     keys: Vec<(Option<u64>, f64, f64, f64)>,
+    /// How much longer a pair takes under a mask.
+    mask_factor: f64,
 }
 
 impl QuickAttention {
@@ -73,11 +75,12 @@ impl QuickAttention {
             row_compute_s: work.scan_flops / rates.attention_flops_per_s,
             state_memory_s: 2.0 * work.state_elements * element_s,
             keys: keys.collect(),
+            mask_factor: rates.attention_flops_per_s / rates.masked_rate(),
         }
     }
 
-    /// Adds a share of the rows `[from, to)`.
-    fn add(&self, sum: &mut Roofline, from: u64, to: u64, share: f64) {
+    /// Adds a share of the rows `[from, to)`; `behind`: in a call that begins behind rows of the cache.
+    fn add(&self, sum: &mut Roofline, from: u64, to: u64, share: f64, behind: bool) {
         let rows = share * (to - from) as f64;
         if rows == 0.0 {
             return;
@@ -86,7 +89,8 @@ impl QuickAttention {
         sum.memory_s += self.state_memory_s;
         for &(visible, pair_s, row_s, block_s) in &self.keys {
             let pairs = share * visible_keys(from, to, visible);
-            sum.compute_s += pairs * pair_s;
+            let masked = behind || visible.is_some_and(|window| window < to);
+            sum.compute_s += pairs * pair_s * if masked { self.mask_factor } else { 1.0 };
             sum.memory_s += rows * row_s + (pairs / QUERY_BLOCK).max(1.0) * block_s;
         }
     }
@@ -174,11 +178,13 @@ impl Quick {
         early.compute_s += rows * self.extra.compute_s;
         early.memory_s += self.extra.memory_s;
         let mut early_attention = Roofline::default();
-        self.early_attention.add(&mut early_attention, begin, step_end, 1.0);
+        let open = unmasked_end(decision, begin, self.chunk_tokens);
+        self.early_attention.add(&mut early_attention, begin, open, 1.0, false);
+        self.early_attention.add(&mut early_attention, open, step_end, 1.0, true);
         let late = self.late.of_rows(exact_rows, exact_calls);
         let mut late_attention = Roofline::default();
-        self.late_attention.add(&mut late_attention, begin, start, 1.0);
-        self.late_attention.add(&mut late_attention, end, step_end, 1.0);
+        self.late_attention.add(&mut late_attention, begin, start, 1.0, begin > 0);
+        self.late_attention.add(&mut late_attention, end, step_end, 1.0, true);
 
         let (mut fill, mut scan_s) = (Roofline::default(), 0.0);
         for &(window, row_s, row_scan_s, row_memory_s, call_memory_s) in &self.filled {
@@ -205,7 +211,7 @@ impl Quick {
                 scoring.memory_s += seen * key_s + tail * query_s;
             }
             let mut attention = Roofline::default();
-            self.late_attention.add(&mut attention, start, end, self.share);
+            self.late_attention.add(&mut attention, start, end, self.share, true);
             let matmul = self.late.of_rows(self.share * bulk, 1.0);
             total += scoring.seconds() + attention.seconds() + matmul.seconds() + self.late_call_s;
         }

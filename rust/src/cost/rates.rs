@@ -14,6 +14,9 @@ pub struct Rates {
     pub matmul_flops_per_s: f64,
     /// Operations a second of causal attention.
     pub attention_flops_per_s: f64,
+    /// Operations a second of attention under an explicit mask, which rows behind a cache need; None: the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub masked_attention_flops_per_s: Option<f64>,
     /// Bytes a second to and from memory.
     pub memory_bytes_per_s: f64,
     /// Seconds that one layer of one call costs, whatever its rows.
@@ -61,6 +64,7 @@ impl Rates {
         Ok(Self {
             matmul_flops_per_s: flops * matmul,
             attention_flops_per_s: flops * attention,
+            masked_attention_flops_per_s: None,
             memory_bytes_per_s: bytes * memory,
             layer_call_s: LAUNCHES_S,
             source: format!(
@@ -78,6 +82,7 @@ impl Rates {
         Self {
             matmul_flops_per_s: 1.0,
             attention_flops_per_s: 1.0,
+            masked_attention_flops_per_s: None,
             memory_bytes_per_s: f64::INFINITY,
             layer_call_s: 0.0,
             source: "operations alone: every rate is one operation a second".to_owned(),
@@ -95,20 +100,37 @@ impl Rates {
                 return Err(refuse(format!("rates: {name} is {value}; expected more than 0")));
             }
         }
+        // More would make a longer prompt cheaper than a shorter one that needs no mask yet.
+        if let Some(masked) = self.masked_attention_flops_per_s
+            && !(f64::MIN_POSITIVE..=self.attention_flops_per_s).contains(&masked)
+        {
+            return Err(refuse(format!(
+                "rates: masked_attention_flops_per_s is {masked}; expected more than 0 and at most \
+                 attention_flops_per_s, which is {}",
+                self.attention_flops_per_s
+            )));
+        }
         if !(0.0..f64::INFINITY).contains(&self.layer_call_s) {
             return Err(refuse(format!("rates: layer_call_s is {}; expected 0 or more", self.layer_call_s)));
         }
         Ok(())
     }
 
+    pub(super) fn masked_rate(&self) -> f64 {
+        self.masked_attention_flops_per_s.unwrap_or(self.attention_flops_per_s)
+    }
+
     /// Returns the seconds of one part.
     pub fn part_seconds(&self, cost: &Cost, part: Part) -> f64 {
         let amount = cost.of(part);
-        let flops_per_s = match part.unit() {
-            Unit::Matmul => self.matmul_flops_per_s,
-            Unit::Attention => self.attention_flops_per_s,
+        let compute_s = match part.unit() {
+            Unit::Matmul => amount.flops / self.matmul_flops_per_s,
+            Unit::Attention => {
+                (amount.flops - amount.masked_flops) / self.attention_flops_per_s
+                    + amount.masked_flops / self.masked_rate()
+            }
         };
-        (amount.flops / flops_per_s).max(amount.bytes / self.memory_bytes_per_s)
+        compute_s.max(amount.bytes / self.memory_bytes_per_s)
     }
 
     /// Returns the seconds that calls take whatever they hold.
@@ -128,6 +150,8 @@ mod tests {
     use super::*;
     use crate::cost::Pricer;
     use crate::cost::fixtures::{rates, setting, shape, step};
+    use crate::cost::work::visible_keys;
+    use crate::rule::{Step, decide};
 
     #[test]
     fn a_part_takes_the_longer_of_its_operations_and_its_bytes() {
@@ -143,6 +167,31 @@ mod tests {
     }
 
     #[test]
+    fn rows_behind_a_cache_or_past_a_window_pay_for_their_mask() {
+        let causal = Rates { masked_attention_flops_per_s: None, memory_bytes_per_s: f64::INFINITY, ..rates() };
+        let masked = Rates { masked_attention_flops_per_s: Some(1e11), ..causal.clone() };
+        let seconds = |windows: &[Option<u64>], cached_tokens: u64| {
+            let cost = Pricer::new(&shape(windows), &setting(1)).unwrap().exact(&Step { cached_tokens, ..step(1000) });
+            let part = Part::EarlyAttention;
+            (masked.part_seconds(&cost, part), causal.part_seconds(&cost, part))
+        };
+        let (with, without) = seconds(&[None; 2], 0);
+        assert_eq!(with, without);
+        let (with, without) = seconds(&[Some(1000); 2], 0);
+        assert_eq!(with, without);
+        for (windows, cached_tokens) in [([None; 2], 1), ([Some(999); 2], 0)] {
+            let (with, without) = seconds(&windows, cached_tokens);
+            assert!((with / without - 5.0).abs() < 1e-12, "{with} and {without}");
+        }
+        // A fill: the early layers' bulk needs none, the tail does in every layer.
+        let (step, pricer) = (step(4096), Pricer::new(&shape(&[None; 2]), &setting(1)).unwrap());
+        let cost = pricer.filled(&step, &decide(&step).unwrap(), &[]);
+        let tail = 4.0 * 576.0 * visible_keys(4096 - 512, 4096, None);
+        assert_eq!(cost.of(Part::EarlyAttention).masked_flops, tail);
+        assert_eq!(cost.of(Part::LateAttention).masked_flops, tail);
+    }
+
+    #[test]
     fn rates_that_no_device_has_are_refused() {
         let json = |rates: &Rates| serde_json::to_string(rates).unwrap();
         assert_eq!(Rates::from_json(&json(&rates())).unwrap(), rates());
@@ -150,6 +199,10 @@ mod tests {
             ("{}".to_owned(), "rates: missing field"),
             (json(&Rates { matmul_flops_per_s: 0.0, ..rates() }), "matmul_flops_per_s is 0"),
             (json(&Rates { attention_flops_per_s: -1.0, ..rates() }), "attention_flops_per_s is -1"),
+            (
+                json(&Rates { masked_attention_flops_per_s: Some(6e11), ..rates() }),
+                "masked_attention_flops_per_s is 600000000000; expected more than 0 and at most",
+            ),
             (json(&Rates { memory_bytes_per_s: 0.0, ..rates() }), "memory_bytes_per_s is 0"),
             (json(&Rates { layer_call_s: -1.0, ..rates() }), "layer_call_s is -1"),
         ] {

@@ -27,6 +27,13 @@ pub(super) struct Work {
     pub(super) keys: Vec<Keys>,
 }
 
+impl Keys {
+    /// Whether rows up to `to`, from the first one on, see less than what is before them.
+    pub(super) fn needs_mask(&self, to: u64) -> bool {
+        self.visible.is_some_and(|window| window < to)
+    }
+}
+
 impl Work {
     pub(super) fn of(layers: &[Layer], d: f64) -> Self {
         let mut work = Self::default();
@@ -63,24 +70,32 @@ impl Work {
     pub(super) fn matmul(&self, rows: f64, calls: f64, element_bytes: f64) -> Amount {
         // A call with few rows of a mixture meets few experts: never more weights than its rows ask for.
         let weights = if rows > 0.0 { (calls * self.resident_weights).min(rows * self.weights) } else { 0.0 };
-        Amount { flops: rows * 2.0 * self.weights, bytes: element_bytes * (weights + rows * self.moved_elements) }
+        Amount {
+            flops: rows * 2.0 * self.weights,
+            bytes: element_bytes * (weights + rows * self.moved_elements),
+            ..Amount::default()
+        }
     }
 
-    /// Attention and scans of a share of the rows `[from, to)`, spread evenly over them.
-    pub(super) fn attention(&self, from: u64, to: u64, share: f64, element_bytes: f64) -> Amount {
+    /// Attention and scans of a share of the rows `[from, to)`, spread evenly over them; `behind`: in a call that begins
+    /// behind rows of the cache, whose attention needs a mask. So does one whose window is shorter than its rows.
+    pub(super) fn attention(&self, from: u64, to: u64, share: f64, behind: bool, element_bytes: f64) -> Amount {
         let rows = share * (to - from) as f64;
         if rows == 0.0 {
             return Amount::default();
         }
-        let mut flops = rows * self.scan_flops;
+        let (mut flops, mut masked_flops) = (rows * self.scan_flops, 0.0);
         let mut elements = 2.0 * self.state_elements;
         for keys in &self.keys {
             let pairs = share * visible_keys(from, to, keys.visible);
             flops += pairs * keys.pair_flops;
+            if behind || keys.needs_mask(to) {
+                masked_flops += pairs * keys.pair_flops;
+            }
             // Queries and outputs once; keys and values once for each block of queries that sees them.
             elements += rows * keys.pair_flops / 2.0 + (pairs / QUERY_BLOCK).max(1.0) * keys.row_elements;
         }
-        Amount { flops, bytes: element_bytes * elements }
+        Amount { flops, masked_flops, bytes: element_bytes * elements }
     }
 }
 

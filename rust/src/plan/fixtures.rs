@@ -25,6 +25,7 @@ pub(crate) fn policy() -> Policy {
         rates: Rates {
             matmul_flops_per_s: 1e12,
             attention_flops_per_s: 5e11,
+            masked_attention_flops_per_s: None,
             memory_bytes_per_s: 1e11,
             layer_call_s: 1e-5,
             source: String::new(),
