@@ -226,7 +226,7 @@ impl Pricer {
         let (from, to) = (step.cached_tokens, step.cached_tokens.saturating_add(step.step_tokens));
         let mut cost = Cost { layer_calls: self.whole.layers, ..Cost::default() };
         cost.add(Part::EarlyMatmul, self.extra(to - from));
-        cost.add(Part::EarlyMatmul, self.whole.matmul((to - from) as f64, 1.0, bytes));
+        cost.add(Part::EarlyMatmul, self.whole.matmul(&[((to - from) as f64, 1.0)], bytes));
         cost.add(Part::EarlyAttention, self.whole.attention(from, to, 1.0, from > 0, bytes));
         cost.add(Part::Output, self.output(step));
         cost
@@ -243,23 +243,22 @@ impl Pricer {
             (step.cached_tokens, decision.fill_start, decision.fill_end, decision.step_end);
         let bulk = end - start;
         let chunks = self.chunks(bulk) as f64;
-        let head_calls = if start > begin { 1.0 } else { 0.0 };
-        let tail_calls = if step_end > end { 1.0 } else { 0.0 };
+        let (head_rows, tail_rows) = ((start - begin) as f64, (step_end - end) as f64);
+        let exact_calls = f64::from(u8::from(start > begin) + u8::from(step_end > end));
         let mut cost = Cost::default();
 
         cost.add(Part::EarlyMatmul, self.extra(step_end - begin));
         cost.add(
             Part::EarlyMatmul,
-            self.early.matmul((step_end - begin) as f64, head_calls + chunks + tail_calls, bytes),
+            self.early.matmul(&[(head_rows, 1.0), (bulk as f64 / chunks, chunks), (tail_rows, 1.0)], bytes),
         );
         let open = unmasked_end(decision, begin, self.setting.chunk_tokens);
         cost.add(Part::EarlyAttention, self.early.attention(begin, open, 1.0, false, bytes));
         cost.add(Part::EarlyAttention, self.early.attention(open, step_end, 1.0, true, bytes));
-        let exact_rows = (start - begin) + (step_end - end);
-        cost.add(Part::LateMatmul, self.late.matmul(exact_rows as f64, head_calls + tail_calls, bytes));
+        cost.add(Part::LateMatmul, self.late.matmul(&[(head_rows, 1.0), (tail_rows, 1.0)], bytes));
         cost.add(Part::LateAttention, self.late.attention(begin, start, 1.0, begin > 0, bytes));
         cost.add(Part::LateAttention, self.late.attention(end, step_end, 1.0, true, bytes));
-        cost.layer_calls += (head_calls + tail_calls) * self.whole.layers + chunks * self.early.layers;
+        cost.layer_calls += exact_calls * self.whole.layers + chunks * self.early.layers;
 
         for group in &self.filled {
             let rows = (end - first_needed_row(start, end, group.window)) as f64;
@@ -289,7 +288,7 @@ impl Pricer {
             cost.add(Part::Scoring, self.scoring(step_end - end, start, end));
         }
         if selected > 0.0 {
-            cost.add(Part::SelectedMatmul, self.late.matmul(selected, 1.0, bytes));
+            cost.add(Part::SelectedMatmul, self.late.matmul(&[(selected, 1.0)], bytes));
             cost.layer_calls += self.late.layers;
         }
         cost.add(Part::Output, self.output(step));
@@ -395,6 +394,22 @@ mod tests {
         let pairs = visible_keys(0, 1000, None);
         assert_eq!(attention(&indexed, 1000), attention(&plain, 1000) + 2.0 * 8.0 * pairs);
         assert!(attention(&indexed, 100_000) < 0.2 * attention(&plain, 100_000));
+    }
+
+    #[test]
+    fn a_call_reads_no_more_experts_than_its_rows_meet() {
+        let json = r#"{"model_type":"x","hidden_size":64,"vocab_size":10,"layers":[{"count":2,"mixer":{"kind":"attention",
+            "num_attention_heads":4,"num_key_value_heads":2,"head_dim":16},"extra_parameters":1000000,
+            "mlp":{"kind":"moe","num_experts":128,"num_experts_per_tok":2,"moe_intermediate_size":64}}]}"#;
+        let shape = Shape::of_model(&Model::from_description(json).unwrap());
+        let (weights, resident) = (shape.layers[0].weights, shape.layers[0].resident_weights);
+        // 126 experts more than a row meets, of three matrices each; tables that rows look up are not among them.
+        assert_eq!(resident, weights + 126.0 * 3.0 * 64.0 * 64.0);
+        let (step, pricer) = (step(4096), Pricer::new(&shape, &setting(1)).unwrap());
+        let cost = pricer.filled(&step, &decide(&step).unwrap(), &[]);
+        let moved = 516.0 * (weights / 64.0 + 4.0 * 64.0);
+        assert!(4.0 * weights < resident);
+        assert_eq!(cost.of(Part::LateMatmul).bytes, 2.0 * (4.0 * weights + resident + moved));
     }
 
     #[test]

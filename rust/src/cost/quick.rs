@@ -30,7 +30,7 @@ impl Roofline {
 #[derive(Debug, Clone, Copy)]
 struct QuickMatmul {
     row_compute_s: f64,
-    /// Weights that lie in memory, once a call; never more than the rows ask for.
+    /// Weights that lie in memory, once a call; never more than its rows ask for.
     call_memory_s: f64,
     row_weights_memory_s: f64,
     row_moved_memory_s: f64,
@@ -47,8 +47,10 @@ impl QuickMatmul {
         }
     }
 
-    fn of_rows(&self, rows: f64, calls: f64) -> Roofline {
-        let weights_s = (calls * self.call_memory_s).min(rows * self.row_weights_memory_s);
+    fn of_calls(&self, calls: &[(f64, f64)]) -> Roofline {
+        let rows: f64 = calls.iter().map(|(rows, count)| rows * count).sum();
+        let weights_s: f64 =
+            calls.iter().map(|(rows, count)| count * self.call_memory_s.min(rows * self.row_weights_memory_s)).sum();
         Roofline { compute_s: rows * self.row_compute_s, memory_s: weights_s + rows * self.row_moved_memory_s }
     }
 }
@@ -170,18 +172,18 @@ impl Quick {
         let (begin, start, end, step_end) =
             (step.cached_tokens, decision.fill_start, decision.fill_end, decision.step_end);
         let (rows, bulk) = ((step_end - begin) as f64, (end - start) as f64);
-        let exact_rows = rows - bulk;
+        let (head_rows, tail_rows) = ((start - begin) as f64, (step_end - end) as f64);
         let chunks = self.chunk_tokens.map_or(1.0, |chunk| (end - start).div_ceil(chunk) as f64);
         let exact_calls = if start > begin { 1.0 } else { 0.0 } + if step_end > end { 1.0 } else { 0.0 };
 
-        let mut early = self.early.of_rows(rows, exact_calls + chunks);
+        let mut early = self.early.of_calls(&[(head_rows, 1.0), (bulk / chunks, chunks), (tail_rows, 1.0)]);
         early.compute_s += rows * self.extra.compute_s;
         early.memory_s += self.extra.memory_s;
         let mut early_attention = Roofline::default();
         let open = unmasked_end(decision, begin, self.chunk_tokens);
         self.early_attention.add(&mut early_attention, begin, open, 1.0, false);
         self.early_attention.add(&mut early_attention, open, step_end, 1.0, true);
-        let late = self.late.of_rows(exact_rows, exact_calls);
+        let late = self.late.of_calls(&[(head_rows, 1.0), (tail_rows, 1.0)]);
         let mut late_attention = Roofline::default();
         self.late_attention.add(&mut late_attention, begin, start, 1.0, begin > 0);
         self.late_attention.add(&mut late_attention, end, step_end, 1.0, true);
@@ -212,7 +214,7 @@ impl Quick {
             }
             let mut attention = Roofline::default();
             self.late_attention.add(&mut attention, start, end, self.share, true);
-            let matmul = self.late.of_rows(self.share * bulk, 1.0);
+            let matmul = self.late.of_calls(&[(self.share * bulk, 1.0)]);
             total += scoring.seconds() + attention.seconds() + matmul.seconds() + self.late_call_s;
         }
         total

@@ -130,7 +130,8 @@ impl Layer {
         let elements = |rows| layer.cache(hidden_size, rows).iter().map(family::CacheTensor::elements).sum::<f64>();
         Self {
             weights: layer.weights(hidden_size),
-            resident_weights: layer.parameters(hidden_size),
+            // Gains of norms take no time, and of a table of n-grams a row reads its own line.
+            resident_weights: layer.parameters(hidden_size) - layer.extra_parameters as f64,
             cache_weights: mixer.cache_weights(hidden_size),
             cache_width: mixer.cache_width(hidden_size),
             fusible: matches!(mixer, Mixer::Attention(_) | Mixer::Mla(_)),

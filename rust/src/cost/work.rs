@@ -66,10 +66,12 @@ impl Work {
         }
     }
 
-    /// Projections and MLPs of `rows` rows in `calls` calls.
-    pub(super) fn matmul(&self, rows: f64, calls: f64, element_bytes: f64) -> Amount {
+    /// Projections and MLPs of calls, each with so many rows: `(rows of one, how many such calls)`.
+    pub(super) fn matmul(&self, calls: &[(f64, f64)], element_bytes: f64) -> Amount {
+        let rows: f64 = calls.iter().map(|(rows, count)| rows * count).sum();
         // A call with few rows of a mixture meets few experts: never more weights than its rows ask for.
-        let weights = if rows > 0.0 { (calls * self.resident_weights).min(rows * self.weights) } else { 0.0 };
+        let weights: f64 =
+            calls.iter().map(|(rows, count)| count * self.resident_weights.min(rows * self.weights)).sum();
         Amount {
             flops: rows * 2.0 * self.weights,
             bytes: element_bytes * (weights + rows * self.moved_elements),
