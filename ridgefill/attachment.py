@@ -25,6 +25,7 @@ from ridgefill.fused import FusedMaps, fused_maps
 from ridgefill.kernels import BACKENDS, choose_backend
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, model_shape
 from ridgefill.maps import RidgeMaps, SplitMaps
+from ridgefill.residency import MAP_DTYPES, RESIDENCIES, Copies, Holding, host_obstacle
 from ridgefill.scorers import RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
 from ridgefill.verdict import gate_word
@@ -82,6 +83,8 @@ class Attachment:
     form_reason: str = ""
     gate: str = ""
     backend_reason: str = ""
+    map_dtype: str = "model"
+    residency: str = "device"
     selection: rows.SelectionSettings | None = None
     planner: _core.Planner | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
@@ -91,6 +94,7 @@ class Attachment:
         self._lock = threading.Lock()
         self._calls = _Calls()
         self._handles: list[RemovableHandle] = []
+        self._copies = Copies()  # of the last filled call
 
     def __enter__(self) -> Attachment:
         return self
@@ -118,7 +122,9 @@ class Attachment:
         exactly through every layer (``gates``: how many ran on at each gate); when none did, ``selection`` says why.
         ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). Decode steps are
         counted in ``counters``, and do not replace the prefill before them. ``timings`` are wall times of the calling
-        thread; on a GPU, which works behind it, they are the times to launch.
+        thread; on a GPU, which works behind it, they are the times to launch. ``map_bytes`` lie on the model's devices,
+        ``host_map_bytes`` in pinned host memory; of the last prefill's copies from there, ``map_copies`` has bytes,
+        device times, and the share of copying that no product waited for (asking waits for that prefill's end).
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")
@@ -139,7 +145,11 @@ class Attachment:
                 "backend": "torch" if self.settings.epilogues is None else "cuda",
                 "backend_reason": self.backend_reason,
                 "features": list(self.settings.features.names),
+                "map_dtype": self.map_dtype,
+                "residency": self.residency,
                 "map_bytes": self._map_bytes(),
+                "host_map_bytes": 0 if self.settings.fused is None else self.settings.fused.host_bytes,
+                "map_copies": None if last["spans"] is None else self._copies.figures(),
                 "tokenizer": self.tokenizer,
                 "writers": {i: w.name for i, w in writers},
                 "writer_reasons": sorted({w.reason for _, w in writers if w.name != "direct"}),
@@ -261,6 +271,7 @@ class Attachment:
         )
         with self._lock:
             self.history.append(record)
+            self._copies = step.copies
             self.counters["filled"] += 1
 
     def _abandon(self) -> None:
@@ -309,6 +320,9 @@ def attach(
     scorer: RowScorer | None = None,
     form: str = "auto",
     backend: str = "auto",
+    map_dtype: str = "model",
+    residency: str = "device",
+    slots: int = 2,
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
 
@@ -338,6 +352,12 @@ def attach(
             ``auto`` takes the fused form where it exists. ``status()`` says which runs, and why.
         backend: what does the fused form's epilogue: ``torch``, or one CUDA kernel for all late layers of a block
             (``cuda``: an NVIDIA GPU and CuPy); ``auto`` takes the kernel where it can run. ``status()`` says why.
+        map_dtype: what fused maps are held in: the ``model``'s own dtype, or ``int8`` with a scale for 128 inputs of a
+            column, half the bytes (`ridgefill.residency`). On a CPU, int8 gives its numbers and saves no bytes.
+        residency: where fused maps lie: on the ``device``, or on the ``host``, pinned, from where each prefill of tier
+            ``speed`` or ``auto`` copies them layer by layer on a stream of its own.
+        slots: how many layers' maps are on the device at a time when they lie on the host: 1, or 2, whose copies run
+            beside the products of the layer before.
 
     Raises:
         MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
@@ -361,8 +381,17 @@ def attach(
         )
     if form not in FORMS:
         raise AttachError(f"unknown form {form!r}; known: {', '.join(FORMS)}")
-    if backend not in BACKENDS:
-        raise AttachError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    for name, word, known in (
+        ("backend", backend, BACKENDS),
+        ("map_dtype", map_dtype, MAP_DTYPES),
+        ("residency", residency, RESIDENCIES),
+    ):
+        if word not in known:
+            raise AttachError(f"unknown {name} {word!r}; known: {', '.join(known)}")
+    if isinstance(slots, bool) or slots not in (1, 2):
+        raise AttachError(f"slots must be 1 or 2, found {slots!r}")
+    if residency == "host" and tier == "quality":
+        raise AttachError("residency 'host' streams fused maps; tier 'quality' reads two-step maps on the device too")
     if tier == "quality" and gates is None and share is None:
         share = _DEFAULT_SHARE
     with _ATTACH_LOCK:
@@ -398,9 +427,15 @@ def attach(
         if tier == "plumb":
             form_reason = "tier plumb writes the true block inputs"
         elif form != "two-step":
-            fused, form_reason = fused_maps(split_maps, layout, writers)
+            holding = _holding(layout, backend, map_dtype, residency, slots)
+            fused, form_reason = fused_maps(split_maps, layout, writers, holding)
             if form == "fused" and fused is None:
                 raise AttachError(f"split {split_maps.split} has no fused form: {form_reason}")
+        if fused is None and (map_dtype, residency) != ("model", "device"):
+            raise AttachError(
+                f"map_dtype {map_dtype!r}, residency {residency!r}: only fused maps are held so, and split "
+                f"{split_maps.split} runs two-step: {form_reason}"
+            )
         epilogues, backend_reason = _epilogues(backend, layout, fused)
         resident = [{} if tier == "plumb" else resident_maps(at_gate, layout) for at_gate in gate_maps]
         if fused is not None and not (tier == "quality" or gates):
@@ -438,6 +473,8 @@ def attach(
             form_reason=form_reason,
             gate=gate,
             backend_reason=backend_reason,
+            map_dtype=map_dtype,
+            residency=residency,
             selection=selection,
             planner=_planner(model, loaded, settings, rule, loss_budget) if tier == "auto" else None,
         )
@@ -448,11 +485,20 @@ def attach(
     return attachment
 
 
+def _holding(layout: DecoderLayout, backend: str, map_dtype: str, residency: str, slots: int) -> Holding:
+    """How fused maps are held; refuses a device to which they cannot be streamed."""
+    device = next(layout.layers[-1].parameters()).device
+    if residency == "host" and (reason := host_obstacle(device)):
+        raise AttachError(f"residency 'host' cannot run: {reason}; residency='device' keeps maps where they are used")
+    by_kernel = map_dtype == "int8" and choose_backend(backend, device)[0] == "cuda"
+    return Holding(map_dtype == "int8", slots if residency == "host" else 0, by_kernel)
+
+
 def _epilogues(
     backend: str, layout: DecoderLayout, fused: FusedMaps | None
 ) -> tuple[dict[int, EpilogueLayer] | None, str]:
     """The fused layers' constants for the kernel, or None where torch does the epilogue; and why."""
-    chosen, reason = choose_backend(backend, layout.embeddings.device if fused is None else fused.weight.device)
+    chosen, reason = choose_backend(backend, layout.embeddings.device if fused is None else fused.bias.device)
     epilogues = None
     if chosen == "cuda":
         if fused is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,6 +74,66 @@ def write(cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
             layer.cumulative_length_int += skipped_rows
         else:
             layer.cumulative_length += skipped_rows
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where new rows of a layer are written in place: tensors ``[batch, heads, rows, dim]``, from row ``first`` on.
+
+    The rows before it are the layer's own. `take` then counts the ``count`` new ones as the layer's.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    first: int
+    count: int
+
+
+def room(cache: Cache, layer_idx: int, first: int, shape: tuple[int, ...], like: torch.Tensor) -> Room | None:
+    """Room for new rows ``[batch, heads, rows, dim]`` in a layer, or None where only `write` can add them.
+
+    A static layer is written where it lies. A dynamic one grows by concatenation, whoever asks: here into new tensors
+    that hold its rows already and that it takes as its own, so that what it has is copied once and what is new never.
+    A sliding layer keeps a window's rows, whatever is written; `write` does that.
+
+    Args:
+        first: how many rows the layer holds; a static one would have to ask the device.
+        shape: of the new rows.
+        like: has their dtype and device.
+    """
+    from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+    kinds = (DynamicLayer, StaticLayer)
+    batch, heads, count, dim = shape
+    layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if type(cache).update is not Cache.update or (layer is not None and type(layer) not in kinds):
+        return None  # a cache that does more than hand rows to its layers, or a layer that slides
+    if layer is None or not layer.is_initialized:
+        # No rows: a lazy cache makes the layer, and a static layer allocates.
+        cache.update(*(like.new_empty(batch, heads, 0, dim) for _ in range(2)), layer_idx)
+        layer = cache.layers[layer_idx]
+    static, kept = type(layer) is StaticLayer, {(t.shape, t.dtype, t.device) for t in (layer.keys, layer.values)}
+    length = layer.keys.shape[2] if static else first
+    if type(layer) not in kinds or kept != {((batch, heads, length, dim), like.dtype, like.device)}:
+        return None  # `write` has its own word for what does not fit
+    if static:
+        return Room(layer.keys, layer.values, first, count) if first + count <= length else None
+
+    def grown(tensor: torch.Tensor) -> torch.Tensor:
+        longer = like.new_empty(batch, heads, first + count, dim)
+        longer[:, :, :first] = tensor
+        return longer
+
+    return Room(grown(layer.keys), grown(layer.values), first, count)
+
+
+def take(cache: Cache, layer_idx: int, written: Room) -> None:
+    """Make a layer's what was written into its room."""
+    layer: Any = cache.layers[layer_idx]
+    if isinstance(getattr(layer, "cumulative_length", 0), int):
+        layer.keys, layer.values = written.keys, written.values
+    else:
+        layer.cumulative_length.add_(written.count)
 
 
 def entry_state(cache: Cache) -> Callable[[], None]:

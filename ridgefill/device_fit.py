@@ -304,6 +304,11 @@ class RidgeSystem:
             there = 0 if self._factor is None else self._factor.nbytes
             self.check_memory(width, free + held + there)
 
+    def inputs(self) -> CentredMoments:
+        """The sums of the inputs alone about their mean, without a target."""
+        none = self.y_mean[:0]
+        return CentredMoments(self._moments.n, self.x_mean, none, self.covariance(), none.new_empty(self.n_in, 0), none)
+
     def covariance(self) -> torch.Tensor:
         """Sxx ``[n_in, n_in]`` about the mean, float64, of the columns that take part."""
         return self._matrix(None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ROWS_PER_BLOCK = 4  # SYNTH_WARPS: one warp takes one row
 _MAX_HEAD_DIM = 512
-_INT8_GROUP = 128  # inputs that share a scale (docs/map-format.md)
+INT8_GROUP = 128  # inputs that share a scale (docs/map-format.md)
 # struct SynthLayer: 11 addresses, 7 64-bit and 5 32-bit integers, 4 floats, padding.
 _LAYER = struct.Struct("<11Q7q5i4f4x")
 
@@ -237,7 +237,7 @@ def dequantise_launch(codes: torch.Tensor, scales: torch.Tensor, first: int, out
     check_tensor("dequantise", "codes", codes, dtype=torch.int8, shape=(n_in, None), device=device)
     n_out = codes.shape[1]
     check_tensor(
-        "dequantise", "scales", scales, dtype=torch.bfloat16, shape=(-(-n_in // _INT8_GROUP), n_out), device=device
+        "dequantise", "scales", scales, dtype=torch.bfloat16, shape=(-(-n_in // INT8_GROUP), n_out), device=device
     )
     check_range("dequantise", "first", first, 0, n_out - width)
     wide = all(size % lanes == 0 for size in (n_out, width, first))
@@ -266,7 +266,7 @@ def epilogue_layers(fused: FusedMaps, tables: Mapping[int, Any]) -> tuple[dict[i
     """
     found = {}
     for layer_idx, layer in fused.layers.items():
-        made = _epilogue_layer(layer, tables[layer_idx], fused.weight)
+        made = _epilogue_layer(layer, tables[layer_idx], fused.bias)
         if isinstance(made, str):
             return None, f"layer {layer_idx}: {made}"
         found[layer_idx] = made

@@ -12,11 +12,13 @@ by the fit in the calibration rows' own metric, and the mean energy of the other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ridgefill.synth import ResidentMap, laid_out, resident_gain
+from ridgefill.residency import Copies, Dense, Held, Holding, Streamed, held_bytes
+from ridgefill.synth import ResidentMap, resident_gain
 from ridgefill.writers import key_rotation, probe_layers
 
 if TYPE_CHECKING:
@@ -92,39 +94,74 @@ class FusedLayer:
 class FusedMaps:
     """All late layers' fused maps of one split, side by side; layers of one sliding window, or of none, together."""
 
-    weight: torch.Tensor  # [n_in, columns]
-    bias: torch.Tensor  # [columns]
+    weights: Held | Streamed  # [n_in, columns]
+    bias: torch.Tensor  # [columns], on the device and in the dtype of the products
     layers: dict[int, FusedLayer]  # in the order of their columns
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes on its device."""
-        return self.weight.nbytes + self.bias.nbytes
+        """Bytes it takes on its device; of maps on the host, that of their slots."""
+        weights = self.weights
+        size = weights.slots * weights.slot_bytes if isinstance(weights, Streamed) else held_bytes(weights)
+        return size + self.bias.nbytes
 
-    def product(self, x: torch.Tensor, layers: list[int]) -> tuple[torch.Tensor, int]:
-        """The columns of consecutive layers for features ``[batch, rows, n_in]``, and where they begin."""
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory."""
+        return sum(map(held_bytes, self.weights.layers)) if isinstance(self.weights, Streamed) else 0
+
+    def groups(self, key: Callable[[int], Any]) -> list[list[int]]:
+        """Layers that share a product: consecutive ones of one ``key``; alone where columns are made or fetched."""
+        if isinstance(self.weights, Dense):
+            return [list(group) for _, group in itertools.groupby(self.layers, key)]
+        return [[layer] for layer in self.layers]
+
+    def columns(self, groups: list[list[int]], copies: Copies) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Each of these `groups` and its columns ``[n_in, columns]``: for work queued before the next is asked for."""
+        if isinstance(self.weights, Streamed):
+            order = list(self.layers)
+            wanted = [order.index(layer) for (layer,) in groups]
+            yield from zip(groups, self.weights.columns(wanted, copies), strict=False)  # the last one resumes nothing
+            return
+        for group in groups:
+            first, last = self.layers[group[0]].columns.start, self.layers[group[-1]].columns.stop
+            yield group, self.weights.columns(first, last)
+
+    def product(self, x: torch.Tensor, layers: list[int], columns: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """``x M + c`` of consecutive layers, whose ``columns`` these are, for features ``[batch, rows, n_in]``.
+
+        Returns:
+            ``[batch, rows, columns]``, and the column among all layers' at which it begins.
+        """
         import torch
 
         first, last = self.layers[layers[0]].columns.start, self.layers[layers[-1]].columns.stop
-        rows = x.flatten(0, 1)
-        z = torch.addmm(self.bias[first:last], rows, self.weight[:, first:last])
+        z = torch.addmm(self.bias[first:last], x.flatten(0, 1), columns)
         return z.view(*x.shape[:2], -1), first
 
 
 def fused_maps(
-    split_maps: SplitMaps, layout: DecoderLayout, writers: dict[int, LayerWriter]
+    split_maps: SplitMaps, layout: DecoderLayout, writers: dict[int, LayerWriter], holding: Holding | None = None
 ) -> tuple[FusedMaps | None, str]:
     """Derive a split's fused maps from the file's and the model's own projections; or None and why they do not exist.
 
     They exist where every late layer has a direct writer, an RMS norm and a scale basis in the file, and all lie on one
-    device; each is compared with the two-step form on a few rows.
+    device; each is compared, as it is held, with the two-step form on a few rows.
+
+    Args:
+        holding: how they are held; None: in the stream's dtype, on the device.
     """
     import torch
 
+    holding = holding or Holding()
     order = sorted(split_maps.layers, key=lambda layer: (layout.windows[layer] or 0, layer))
     if not order:
         return None, "no late layer has a map"
-    stacked: list[tuple[torch.Tensor, torch.Tensor]] = []
+    device, dtype = next(layout.layers[order[0]].parameters()).device, layout.embeddings.dtype
+    if any(next(layout.layers[layer].parameters()).device != device for layer in order):
+        return None, "the late layers lie on several devices"
+    held: list[Held] = []
+    biases: list[torch.Tensor] = []
     layers: dict[int, FusedLayer] = {}
     start = 0
     for layer in order:
@@ -133,16 +170,10 @@ def fused_maps(
             return None, reason
         weight, bias = _fuse(layout, layer, layer_map)
         layers[layer] = _fused_layer(layout, layer, layer_map, slice(start, start + weight.shape[1]))
-        stacked.append((weight, bias))
+        held.append(holding.layer(weight, dtype))
+        biases.append(bias.to(dtype))
         start += weight.shape[1]
-    device, dtype = next(layout.layers[order[0]].parameters()).device, layout.embeddings.dtype
-    if any(next(layout.layers[layer].parameters()).device != device for layer in order):
-        return None, "the late layers lie on several devices"
-    fused = FusedMaps(
-        laid_out(torch.cat([weight for weight, _ in stacked], dim=1).to(device, dtype)),
-        torch.cat([bias for _, bias in stacked]).to(device, dtype),
-        layers,
-    )
+    fused = FusedMaps(holding.together(held, device), torch.cat(biases), layers)
     calls, _, _ = probe_layers(layout)
     worst = 0.0
     for layer in order:
@@ -244,17 +275,17 @@ def _difference(
     import torch
 
     layer_kwargs = {name: value for name, value in call.items() if name != "hidden_states"}
-    rows, dtype, device = call["hidden_states"].shape[1], fused.weight.dtype, fused.weight.device
+    rows, dtype, device = call["hidden_states"].shape[1], fused.bias.dtype, fused.bias.device
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, rows, fused.weight.shape[0], generator=generator).to(device, dtype)
+    x = torch.randn(1, rows, len(layer_map.weight), generator=generator).to(device, dtype)
     layer = fused.layers[layer_map.layer]
     two_step = ResidentMap.of(layer_map, device, dtype)
     with torch.no_grad():
         predicted = two_step.predict(x)
         expected = two_step.scaled(*writer.write(predicted, layer_kwargs))
         scale = (predicted.float().square().mean(-1, keepdim=True) + layer.eps).rsqrt().to(dtype)
-        z, first = fused.product(x, [layer_map.layer])
-        z = z[..., layer.columns.start - first : layer.columns.stop - first]
+        _, columns = next(fused.columns([[layer_map.layer]], Copies()))
+        z, _ = fused.product(x, [layer_map.layer], columns)
         found = layer.keys_values(z, layer_kwargs["position_embeddings"], scale)
     differences = [
         (ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-30)

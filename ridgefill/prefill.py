@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgefill import caches
 from ridgefill.features import STREAM, Features, FeatureState
+from ridgefill.residency import Copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from ridgefill.synth import ResidentMap
     from ridgefill.writers import LayerWriter
 
-# Rows predicted and projected at once: blocks of this size keep the temporaries of one layer in a CPU's cache.
-FILL_BLOCK_ROWS = 1024
+# Rows predicted and projected at once: blocks of this size keep the temporaries of one layer in a CPU's cache. A GPU,
+# to which each block is a few launches for the host to prepare, takes larger ones.
+FILL_BLOCK_ROWS, DEVICE_BLOCK_ROWS = 1024, 4096
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Step:
     fill_start: int  # absolute positions in the cache, as the rule gives them
     fill_end: int
     timings: dict[str, float] = field(default_factory=dict)
+    copies: Copies = field(default_factory=Copies)  # of maps that lie in host memory
 
 
 class StreamTaken(Exception):
@@ -210,7 +212,10 @@ def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
     for layer_idx in range(settings.split, settings.layout.num_layers):
         # The split layer's block input is the stream, exactly: it has no map, fused or other.
         predicted = blocks.pop(layer_idx, None) or _two_step_blocks(settings, step, bulk, x, layer_idx)
-        _store(settings, step, bulk, layer_idx, predicted)
+        if isinstance(predicted, caches.Room):
+            caches.take(step.cache, layer_idx, predicted)
+        else:
+            _store(settings, step, bulk, layer_idx, predicted)
 
 
 def _run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:
@@ -270,6 +275,11 @@ def _first_predicted(settings: FillSettings, step: Step, layer_idx: int) -> tupl
     return step.fill_start if keeps_window else needed_row, needed_row, keeps_window
 
 
+def block_rows(device: torch.device) -> int:
+    """How many rows a block has on this device."""
+    return FILL_BLOCK_ROWS if device.type == "cpu" else DEVICE_BLOCK_ROWS
+
+
 # Keys and values [batch, kv_heads, block, head_dim] of consecutive blocks of rows.
 Blocks = list[tuple["torch.Tensor", "torch.Tensor"]]
 
@@ -278,8 +288,9 @@ def _blocks_of(bulk: Bulk, first: int, end: int) -> Iterator[Callable[[torch.Ten
     """For each block of rows from ``first`` to ``end`` (absolute), what cuts it out of a tensor of the bulk's rows."""
     import torch
 
-    for start in range(first, end, FILL_BLOCK_ROWS):
-        count = min(FILL_BLOCK_ROWS, end - start)
+    most = block_rows(bulk.stream.device)
+    for start in range(first, end, most):
+        count = min(most, end - start)
         yield functools.partial(torch.narrow, start=start - bulk.first_row, length=count)
 
 
@@ -305,26 +316,28 @@ def _two_step_blocks(settings: FillSettings, step: Step, bulk: Bulk, x: torch.Te
 
 def _fused_blocks(
     settings: FillSettings, fused: FusedMaps, step: Step, bulk: Bulk, x: torch.Tensor
-) -> dict[int, Blocks]:
+) -> dict[int, Blocks | caches.Room]:
     """All late layers' bulk rows, by layer: for each block one product, then each layer's epilogue."""
-    found: dict[int, Blocks] = {layer_idx: [] for layer_idx in fused.layers}
-    by_first_row = itertools.groupby(fused.layers, lambda layer_idx: _first_predicted(settings, step, layer_idx)[0])
-    for first, group in by_first_row:
-        layers = list(group)
+    found: dict[int, Blocks | caches.Room] = {}
+    first_row = {layer_idx: _first_predicted(settings, step, layer_idx)[0] for layer_idx in fused.layers}
+    for layers, columns in fused.columns(fused.groups(first_row.__getitem__), step.copies):
+        first = first_row[layers[0]]
         if settings.epilogues is not None:
-            found.update(_kernel_blocks(settings, fused, settings.epilogues, step, bulk, x, layers, first))
+            found.update(_kernel_rows(settings, fused, settings.epilogues, step, bulk, x, layers, columns, first))
             continue
+        blocks: dict[int, Blocks] = {layer_idx: [] for layer_idx in layers}
         for take in _blocks_of(bulk, first, step.fill_end):
-            z, start = fused.product(take(x, 1), layers)  # [batch, block, columns of these layers]
+            z, start = fused.product(take(x, 1), layers, columns)  # [batch, block, columns of these layers]
             for layer_idx in layers:
                 layer = fused.layers[layer_idx]
                 kwargs = bulk.kwargs_for(settings.writers[layer_idx], take)
-                columns = z[..., layer.columns.start - start : layer.columns.stop - start]
-                found[layer_idx].append(layer.keys_values(columns, kwargs["position_embeddings"]))
+                of_layer = z[..., layer.columns.start - start : layer.columns.stop - start]
+                blocks[layer_idx].append(layer.keys_values(of_layer, kwargs["position_embeddings"]))
+        found.update(blocks)
     return found
 
 
-def _kernel_blocks(
+def _kernel_rows(
     settings: FillSettings,
     fused: FusedMaps,
     epilogues: dict[int, EpilogueLayer],
@@ -332,29 +345,45 @@ def _kernel_blocks(
     bulk: Bulk,
     x: torch.Tensor,
     layers: list[int],
+    columns: torch.Tensor,
     first: int,
-) -> dict[int, Blocks]:
-    """The same by one launch for all these layers of a block, which writes each row where it stays."""
+) -> dict[int, Blocks | caches.Room]:
+    """The same by one launch for all these layers of a block, which writes each row where it stays.
+
+    That is the layer's room in the cache, behind the head's rows, which are copied there. A layer whose cache slides
+    keeps the last rows of what it is given, a window at most: these are written to tensors of their own.
+    """
     from ridgefill.epilogue import Place, synth_launch
 
-    batch, rows = x.shape[0], step.fill_end - first
-    found = {}
+    batch, rows, head_cache = x.shape[0], step.fill_end - first, bulk.head_cache
+    found: dict[int, Blocks | caches.Room] = {}
+    places: dict[int, Place] = {}
     for layer_idx in layers:
-        shape = (batch, epilogues[layer_idx].kv_heads, rows, epilogues[layer_idx].head_dim)
-        found[layer_idx] = (x.new_empty(shape), x.new_empty(shape))
+        heads, dim = epilogues[layer_idx].kv_heads, epilogues[layer_idx].head_dim
+        held = 0 if head_cache is None else step.fill_start  # a fresh prompt's head lies beside the cache
+        room = caches.room(step.cache, layer_idx, step.fill_start - held, (batch, heads, held + rows, dim), x)
+        if room is None:
+            keys, values = (x.new_empty(batch, heads, rows, dim) for _ in range(2))
+            found[layer_idx], places[layer_idx] = [(keys, values)], Place(keys, values)
+            continue
+        if head_cache is not None:
+            room.keys[:, :, room.first : room.first + held] = head_cache.layers[layer_idx].keys
+            room.values[:, :, room.first : room.first + held] = head_cache.layers[layer_idx].values
+        found[layer_idx], places[layer_idx] = room, Place(room.keys, room.values, row_offset=room.first + held)
     done = 0
     for take in _blocks_of(bulk, first, step.fill_end):
-        z, start = fused.product(take(x, 1), layers)  # [batch, block, columns of these layers]
+        z, start = fused.product(take(x, 1), layers, columns)  # [batch, block, columns of these layers]
         tables: dict[int, torch.Tensor] = {}  # layers share them: each becomes float32 once
-        places = []
+        placed = []
         for layer_idx in layers:
             given = bulk.kwargs_for(settings.writers[layer_idx], lambda tensor, _: tensor)["position_embeddings"]
             cos, sin = (tables.setdefault(id(table), take(table, -2).float().contiguous()) for table in given)
-            places.append(Place(*found[layer_idx], cos, sin, row_offset=done))
+            offset = places[layer_idx].row_offset + done
+            placed.append(replace(places[layer_idx], cos=cos, sin=sin, row_offset=offset))
         shifted = [replace(epilogues[layer_idx], column=epilogues[layer_idx].column - start) for layer_idx in layers]
-        synth_launch(z, shifted, places).run(z.device)
+        synth_launch(z, shifted, placed).run(z.device)
         done += z.shape[1]
-    return {layer_idx: [pair] for layer_idx, pair in found.items()}
+    return found
 
 
 def _store(settings: FillSettings, step: Step, bulk: Bulk, layer_idx: int, predicted: Blocks) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ridgefill.agreement import feature_rows, measure, measure_scale, target_rows
 from ridgefill.capture import BlockInputs, Text, TextRecord, Window, text_windows
+from ridgefill.device_fit import DeviceMoments, RidgeSystem
 from ridgefill.errors import FitError
 from ridgefill.features import STREAM, Features
+from ridgefill.kernels import choose_backend
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.moments import CentredMoments, Moments
@@ -38,6 +41,7 @@ _FEW_ROWS_PER_COLUMN = 20
 _SPECTRUM_RANK, _SPARE_DIRECTIONS, _SUBSPACE_STEPS = 256, 64, 12
 # A file names each text until the list takes this many bytes, half of what metadata may take; the rest share an entry.
 _LISTED_TEXTS_BYTES = 512 * 1024
+_log = logging.getLogger("ridgefill")
 
 
 def fit(
@@ -55,6 +59,7 @@ def fit(
     features: Sequence[str] | str = "auto",
     gains: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
     progress: Progress | None = None,
 ) -> RidgeMaps:
     """Return maps that predict each late layer's block input from the stream of each split layer.
@@ -82,16 +87,25 @@ def fit(
             exact ones' mean norm, ``"lsq"`` the least squared error, ``"none"`` leaves them; ``"auto"`` chooses for
             keys and for values, by held-out KL.
         dtype: of the stored weights; held-out figures are read with the weights as stored.
+        backend: what sums the rows and solves the systems: ``torch``, or kernels and CUDA libraries (``cuda``: an
+            NVIDIA GPU and CuPy), which round centred rows of a 16-bit model to bfloat16 once more; ``auto`` takes
+            these where they can run, and `fit_backend` says why. Either way maps are the exact solution of sums within
+            a stated bound of the exact ones: `moments.ERROR_BOUND`, `device_fit.error_bound`.
         progress: called as ``progress(phase, done, total)``.
 
     Raises:
         FitError: an argument makes no sense, there are fewer rows than input columns, activations are not finite, or
             the normal equations are singular.
         UnsupportedModelError: the model's layout is unknown.
+        KernelError: ``backend`` is unknown, or is ``cuda`` where kernels cannot run; or a system does not fit into the
+            device's memory.
 
-    Memory: the moments take ``8 n_in (n_in + d late layers)`` bytes for each split, where ``n_in`` is d times the
-    number of features, 2 with ``"auto"`` (twice all that with ``ridge_lambda="auto"``), whatever the texts' length.
+    Memory: the moments take ``8 n_in (n_in + d late layers)`` bytes for each split (12 by kernels, which solve a layer
+    at a time in ``8 n_in (n_in + d)``), where ``n_in`` is d times the number of features, 2 with ``"auto"`` (twice all
+    that with ``ridge_lambda="auto"``), whatever the texts' length.
     """
+    chosen_backend, backend_reason = fit_backend(model, backend)
+    _log.info("sums and systems by %s: %s", chosen_backend, backend_reason)
     layout = decoder_layout(model)
     splits = _checked_splits(splits, layout.num_layers)
     sets: tuple[Features, ...] = FEATURE_SETS if features == "auto" else (_given_features(features),)
@@ -107,7 +121,15 @@ def fit(
     report = progress or (lambda phase, done, total: None)
 
     # The largest set last: it holds the others' columns, so one pass gives the sums of all.
-    sample = _Sample(layout, splits, sets[-1], head=head, held_out=held_out, keep_held_out_sums=ridge_lambda == "auto")
+    sample = _Sample(
+        layout,
+        splits,
+        sets[-1],
+        head=head,
+        held_out=held_out,
+        keep_held_out_sums=ridge_lambda == "auto",
+        by_kernels=chosen_backend == "cuda",
+    )
     windows = text_windows(tokenizer, texts, window_tokens=window_tokens, min_tokens=head + 1, max_tokens=max_tokens)
     with BlockInputs(layout, sample.needed_layers()) as block_inputs:
         report("capture", 0, max_tokens)
@@ -155,6 +177,18 @@ def fit(
     return chosen
 
 
+def fit_backend(model: nn.Module, backend: str = "auto") -> tuple[str, str]:
+    """What sums the rows of this model and solves their systems, ``torch`` or ``cuda``, and why.
+
+    Raises:
+        KernelError: ``backend`` is unknown, or is ``cuda`` where kernels cannot run.
+        UnsupportedModelError: the model's layout is unknown.
+    """
+    layout = decoder_layout(model)
+    chosen, reason = choose_backend(backend, _moments_device(layout))
+    return chosen, reason if chosen == "torch" else f"{reason}; products in {_products(layout)}"
+
+
 def solve_ridge(moments: CentredMoments, ridge_lambda: float, *, features: int = 1) -> torch.Tensor:
     """The ridge weights ``(Sxx + lambda mean(diag Sxx) I)^-1 Sxy``: ``[n_in, n_out]`` float64, one Cholesky.
 
@@ -184,12 +218,51 @@ def squared_error(moments: CentredMoments, weight: torch.Tensor, bias: torch.Ten
     return spread.clamp_min(0) + moments.n * offset.square()
 
 
-def choose_lambda(
-    fitted: CentredMoments, held_out: CentredMoments, grid: Sequence[float] = LAMBDA_GRID, *, features: int = 1
-) -> float:
+class PlainSystem:
+    """One split's ridge systems from its centred sums, in torch; `device_fit.RidgeSystem` is the same by kernels."""
+
+    def __init__(self, moments: CentredMoments, *, features: int = 1) -> None:
+        self._moments, self._features = moments, features
+        self.x_mean, self.y_mean, self.syy = moments.x_mean, moments.y_mean, moments.syy
+        self._weight: torch.Tensor | None = None
+
+    def inputs(self) -> CentredMoments:
+        """The inputs' sums about their mean."""
+        return self._moments
+
+    def factor(self, ridge_lambda: float) -> None:
+        """Solve for all targets, as one right-hand side.
+
+        Raises:
+            FitError: the system is not positive definite.
+        """
+        self._weight = None  # its memory serves the next one
+        self._weight = solve_ridge(self._moments, ridge_lambda, features=self._features)
+
+    def solve(self, first: int, width: int) -> torch.Tensor:
+        """The ridge weights ``[n_in, width]`` of targets ``[first, first + width)``, float64.
+
+        Raises:
+            FitError: nothing was factored.
+        """
+        if self._weight is None:
+            raise FitError("ridge: solve() before factor(lambda)")
+        return self._weight[:, first : first + width]
+
+    def squared_errors(self, weight: torch.Tensor, bias: torch.Tensor, first: int) -> torch.Tensor:
+        """`squared_error` of these rows for targets from ``first`` on."""
+        found, of = self._moments, slice(first, first + weight.shape[1])
+        targets = replace(found, y_mean=found.y_mean[of], sxy=found.sxy[:, of], syy=found.syy[of])
+        return squared_error(targets, weight, bias)
+
+
+System = PlainSystem | RidgeSystem
+
+
+def choose_lambda(fitted: System, held_out: System, width: int, grid: Sequence[float] = LAMBDA_GRID) -> float:
     """The grid's value with the least held-out squared error, each column relative to its own held-out variance.
 
-    Values whose system is singular are passed over.
+    Values whose system is singular are passed over. ``width`` columns, a layer's, are looked at together.
 
     Raises:
         FitError: every value's system is singular.
@@ -199,17 +272,26 @@ def choose_lambda(
     failure: FitError | None = None
     for ridge_lambda in grid:
         try:
-            weight = solve_ridge(fitted, ridge_lambda, features=features)
+            fitted.factor(ridge_lambda)
         except FitError as error:
             failure = error
             continue
-        bias = fitted.y_mean - fitted.x_mean @ weight
-        error_share = float((squared_error(held_out, weight, bias) / variance).mean())
+        shares = []
+        for first in range(0, len(variance), width):
+            weight = fitted.solve(first, width)
+            errors = held_out.squared_errors(weight, _bias(fitted, weight, first), first)
+            shares.append(errors / variance[first : first + width])
+        error_share = float(torch.cat(shares).mean())
         if best is None or error_share < best[0]:
             best = (error_share, ridge_lambda)
     if best is None:
         raise failure or FitError("lambda: the grid is empty")
     return best[1]
+
+
+def _bias(system: System, weight: torch.Tensor, first: int) -> torch.Tensor:
+    """``my - mx W`` of a weight ``[n_in, width]`` for targets from ``first`` on, float64."""
+    return system.y_mean[first : first + weight.shape[1]] - system.x_mean @ weight.double()
 
 
 @dataclass(frozen=True)
@@ -261,6 +343,7 @@ class _Sample:
         head: int,
         held_out: float,
         keep_held_out_sums: bool,
+        by_kernels: bool,
     ) -> None:
         self._layout = layout
         self.features = features
@@ -272,8 +355,14 @@ class _Sample:
         device = _moments_device(layout)
         n_in, d = features.width(layout.hidden_size), layout.hidden_size
 
+        def zero(split: int) -> Moments:
+            n_out = d * (layout.num_layers - 1 - split)
+            if by_kernels:
+                return DeviceMoments(n_in, n_out, device, products=_products(layout))
+            return Moments(n_in, n_out, device)
+
         def zeros() -> dict[int, Moments]:
-            return {s: Moments(n_in, d * (layout.num_layers - 1 - s), device) for s in splits}
+            return {split: zero(split) for split in splits}
 
         self.sums = zeros()
         self.held_out_sums = zeros() if keep_held_out_sums else None
@@ -298,9 +387,15 @@ class _Sample:
         """The spectrum of each late layer's predictions over the fitted rows; none where no norm follows."""
         if maps.target != "normalized":
             return {}
-        columns = self.features.columns(maps.features, self._layout.hidden_size)
-        fitted = self.sums[maps.split].centred().of_columns(columns)
+        fitted = self.system(self.sums[maps.split], maps.features).inputs()
         return {layer: scale_spectrum(layer_map, fitted) for layer, layer_map in maps.layers.items()}
+
+    def system(self, sums: Moments, features: Sequence[str]) -> System:
+        """The ridge systems of some of the features, from one split's sums, by what these were summed by."""
+        columns, count = self.features.columns(features, self._layout.hidden_size), len(features)
+        if isinstance(sums, DeviceMoments):
+            return RidgeSystem(sums, columns=columns, features=count)
+        return PlainSystem(sums.centred().of_columns(columns), features=count)
 
     def needed_layers(self) -> set[int]:
         """The layers whose block inputs a pass must deliver."""
@@ -326,6 +421,7 @@ class _Sample:
         y = self._targets(inputs)  # [rows, late layers * d]
         for split, moments in sums.items():
             x = feature_rows(self.features, inputs[split])[self.head :].to(moments.device)  # [rows, n_in]
+            x = x if x.dtype.itemsize <= 4 else x.float()  # a float64 model's: sums take float32 at most
             moments.add(x, y[:, y.shape[1] - moments.n_out :])
 
     def _targets(self, inputs: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -354,28 +450,24 @@ def _solve_split(
     ridge_lambda: float | str,
     dtype: torch.dtype,
 ) -> SplitMaps:
-    """Solve one split's maps, all late layers as one right-hand side, and round them to the stored dtype."""
-    late = range(split + 1, layout.num_layers)
-    columns, count = sample.features.columns(features.names, layout.hidden_size), len(features.names)
-    fitted = sample.sums[split].centred().of_columns(columns)
+    """Solve one split's maps, one factor for all late layers, and round them to the stored dtype."""
+    late, width = range(split + 1, layout.num_layers), layout.hidden_size
+    fitted = sample.system(sample.sums[split], features.names)
     if isinstance(ridge_lambda, str):
         if sample.held_out_sums is None or sample.held_out_sums[split].n == 0:
             raise FitError("lambda 'auto' needs held-out windows, and the texts gave none; add text or name a lambda")
-        held_out = sample.held_out_sums[split].centred().of_columns(columns)
-        ridge_lambda = choose_lambda(fitted, held_out, features=count) if late else LAMBDA_GRID[0]
+        held_out = sample.system(sample.held_out_sums[split], features.names)
+        ridge_lambda = choose_lambda(fitted, held_out, width) if late else LAMBDA_GRID[0]
     layers = {}
     if late:
-        weight = solve_ridge(fitted, ridge_lambda, features=count).to(dtype)  # [n_in, late * d]
+        fitted.factor(ridge_lambda)
+    for slot, layer in enumerate(late):
+        weight = fitted.solve(slot * width, width).to(dtype)  # [n_in, d]
         # Against the rounded weight: the mean prediction stays exact where outlier dimensions have large means.
-        bias = fitted.y_mean - fitted.x_mean @ weight.double()
+        bias = _bias(fitted, weight, slot * width)
         if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(bias).all())):
             raise FitError(f"split {split}: maps are not finite in {dtype}; store them in bfloat16 or float32")
-        width = layout.hidden_size
-        for slot, layer in enumerate(late):
-            of_layer = slice(slot * width, (slot + 1) * width)
-            layers[layer] = LayerMap(
-                layer, weight[:, of_layer].contiguous().cpu(), bias[of_layer].float().contiguous().cpu()
-            )
+        layers[layer] = LayerMap(layer, weight.contiguous().cpu(), bias.float().contiguous().cpu())
     return SplitMaps(split, layers, features.names, _target(layout, late), float(ridge_lambda))
 
 
@@ -455,6 +547,13 @@ def _moments_device(layout: DecoderLayout) -> torch.device:
     """Where the sums live: beside the last layer, or on the CPU where its device has no float64."""
     device = next(layout.layers[-1].parameters()).device
     return device if device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
+
+
+def _products(layout: DecoderLayout) -> str:
+    """What kernels multiply a model's rows in: those of a 16-bit model in bfloat16, at the rate of tensor cores."""
+    device = _moments_device(layout)
+    has_cores = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)  # Turing's take no bfloat16
+    return "bfloat16" if layout.embeddings.dtype.itemsize == 2 and has_cores else "float32"
 
 
 def _text_entries(texts: dict[int, TextRecord]) -> list[dict[str, Any]]:

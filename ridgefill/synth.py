@@ -79,7 +79,7 @@ def misplaced(maps: Iterable[dict[int, ResidentMap]], fused: FusedMaps | None, l
     """Why maps no longer fit the model (it was moved or cast after they were attached), or None."""
     placed = [(layer, resident.weight) for of_one_split in maps for layer, resident in of_one_split.items()]
     if fused is not None:
-        placed += [(layer, fused.weight) for layer in fused.layers]
+        placed += [(layer, fused.bias) for layer in fused.layers]  # in the dtype of products, where they run
     for layer, weight in placed:
         found = (weight.device, weight.dtype)
         if found != (wanted := _place(layout, layer)):

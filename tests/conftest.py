@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import settings
 from kernel_host import HostKernels, build
 from torch import nn
 
+from ridgefill import kernels
 from ridgefill.demo import model_folder
 
 # One thread for each of two test processes: a busy virtual machine makes two threads wait 100 times longer for each
@@ -69,3 +71,17 @@ def reversed_host() -> Iterator[HostKernels]:
     server = HostKernels(build(), reverse=True)
     yield server
     server.close()
+
+
+@pytest.fixture
+def kernels_on_host(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches run on the CPU through cuda/host_shim.h, as if it were a GPU; counted by kernel."""
+    counts: Counter[str] = Counter()
+
+    def run(launch: kernels.Launch, _: torch.device) -> None:
+        counts[launch.kernel] += 1
+        host.run(launch)
+
+    monkeypatch.setattr(kernels, "unavailable", lambda _: None)
+    monkeypatch.setattr(kernels.Launch, "run", run)
+    return counts

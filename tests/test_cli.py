@@ -61,6 +61,8 @@ def test_fit_writes_maps_and_says_what_it_skipped(folder: Path, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)  # nothing else on stdout
     assert document["skipped_files"] == 2
+    assert document["backend"] == "torch"
+    assert document["backend_reason"] == "the model is on cpu; kernels need an NVIDIA GPU"
     assert "skipped 2 files that are not UTF-8 text" in result.stderr
     assert [text["name"] for text in document["fit"]["texts"]] == ["a.txt", "inner/b.txt"]
     assert str(tmp_path) not in json.dumps({k: v for k, v in document.items() if k != "path"})
@@ -76,8 +78,10 @@ def test_fit_limits_tokens_and_takes_other_options(folder: Path, tmp_path: Path)
     result = _run(
         *("fit", folder / "model", "--text", folder / "text" / "a.txt", "--split", "1,2", "--default-split", "1"),
         *("-o", out, "--tokens", "800", "--head", "2", "--lambda", "auto", "--dtype", "bfloat16", *_SMALL),
+        *("--backend", "torch"),
     )
     assert result.exit_code == 0, result.output
+    assert "sums and systems by torch: backend='torch' was asked for" in result.stderr
     maps = RidgeMaps.load(out)
     assert maps.fit["rows"] == 7 * 98
     assert maps.fit["head"] == 2
@@ -162,6 +166,7 @@ _FIT = ("--text", "{text}", "--split", "2", "-o", "{out}", *_SMALL)
             ("fit", "{model}", "--text", "{text}/binary.dat", "--split", "2", "-o", "{out}", *_SMALL),
             "0 calibration rows",
         ),
+        (("fit", "{model}", *_FIT, "--device", "cpu", "--backend", "cuda"), "backend 'cuda' cannot run: the model is"),
         (("inspect", "{root}/nothing"), "No such file"),
         (("inspect", "{text}/a.txt"), "a.txt"),
     ],

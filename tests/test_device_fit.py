@@ -11,13 +11,20 @@ import numpy as np
 import pytest
 import torch
 from kernel_host import HostKernels
+from tiny import NUM_LAYERS, tiny_model
+from tiny_tokenizer import byte_tokenizer, random_text
 
-from ridgefill import device_fit
+from ridgefill import device_fit, kernels
+from ridgefill.agreement import feature_rows, target_rows
+from ridgefill.capture import BlockInputs
 from ridgefill.device_fit import CudaLibrary, DeviceMoments, RidgeSystem, TorchLibrary, error_bound
 from ridgefill.errors import FitError, KernelError
+from ridgefill.features import Features
 from ridgefill.kernels import Launch
-from ridgefill.moments import Moments, reference_moments
-from ridgefill.solve import solve_ridge, squared_error
+from ridgefill.layout import decoder_layout
+from ridgefill.maps import SplitMaps
+from ridgefill.moments import ERROR_BOUND, Moments, reference_moments
+from ridgefill.solve import fit, fit_backend, solve_ridge, squared_error
 
 
 @pytest.fixture(autouse=True)
@@ -249,3 +256,119 @@ def test_systems_are_solved_in_the_library_s_terms(cuda_library: tuple[CudaLibra
         assert library.factor(factor) == 0  # type: ignore[attr-defined]
         library.solve(factor, found)  # type: ignore[attr-defined]
         torch.testing.assert_close(found, expected)
+
+
+# --- a whole fit ------------------------------------------------------------------------------------------------------
+
+D, WINDOW, HEAD = 32, 96, 4
+# One window each, the second held out: 1,380 rows, which are enough for two features of 32 columns.
+TEXTS = [random_text(WINDOW, seed) for seed in range(16)]
+
+
+@pytest.fixture
+def as_if_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run on the host (as above), and a stand-in does what is left to the libraries."""
+    monkeypatch.setattr(kernels, "unavailable", lambda _: None)
+    monkeypatch.setattr(device_fit, "CudaLibrary", lambda _: TorchLibrary())
+
+
+def fitted(model: Any, splits: tuple[int, ...], backend: str, **settings: Any) -> dict[int, SplitMaps]:
+    settings = {"features": ("stream",), "gains": "none", "dtype": torch.float32, "window_tokens": WINDOW, **settings}
+    return fit(model, byte_tokenizer(), TEXTS, splits, backend=backend, **settings).splits
+
+
+def stacked(maps: SplitMaps) -> tuple[torch.Tensor, torch.Tensor]:
+    layers = maps.layers.values()
+    return torch.cat([m.weight for m in layers], 1).double(), torch.cat([m.bias for m in layers]).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("names", [("stream",), ("stream", "previous:1")])
+def test_a_fit_by_kernels_solves_the_exact_sums_within_the_stated_bound(
+    names: tuple[str, ...], dtype: torch.dtype, as_if_on_a_device: None
+) -> None:
+    """Both backends' maps in the normal equations of the exact rows: what is left is what the sums' bound allows.
+
+    ``(A + E + P) W = B + F`` with ``|E_ij| <= 2 bound a_i a_j`` and ``|F_ij| <= 2 bound a_i c_j``: once for sums about
+    the shift and once for centring, where ``a`` and ``c`` are the root sums of squares about the shift.
+    """
+    model: Any = tiny_model("llama", hidden_size=D).to(dtype)
+    splits, ridge_lambda = (2, 4), 1e-2
+    found = {b: fitted(model, splits, b, features=names, ridge_lambda=ridge_lambda) for b in ("torch", "cuda")}
+    bounds = {"torch": ERROR_BOUND, "cuda": error_bound("float32" if dtype == torch.float32 else "bfloat16")}
+    layout = decoder_layout(model)
+    with BlockInputs(layout, range(2, NUM_LAYERS)) as block_inputs:
+        inputs = [block_inputs.run(byte_tokenizer()(t)["input_ids"]) for n, t in enumerate(TEXTS) if n != 1]
+    for split in splits:
+        x = [feature_rows(Features.of(names), of_window[split])[HEAD:] for of_window in inputs]
+        y = [
+            torch.cat([target_rows("normalized", of_window[late][HEAD:]) for late in range(split + 1, NUM_LAYERS)], 1)
+            for of_window in inputs
+        ]
+        rows, targets = torch.cat(x).double(), torch.cat(y).double()
+        exact = reference_moments(rows, targets)
+        a = (rows - x[0].float().mean(0).double()).square().sum(0).sqrt()
+        c = (targets - y[0].mean(0).double()).square().sum(0).sqrt()
+
+        def penalty(diagonal: torch.Tensor) -> torch.Tensor:
+            means = diagonal.view(len(names), D).mean(1, keepdim=True)
+            return ridge_lambda * means.expand(-1, D).reshape(-1, 1)
+
+        for backend, bound in bounds.items():
+            weight, bias = stacked(found[backend][split])
+            residual = exact.sxx @ weight + penalty(exact.sxx.diagonal()) * weight - exact.sxy
+            allowed = a.unsqueeze(1) * (c + a @ weight.abs()) + penalty(a.square()) * weight.abs()
+            assert float((residual.abs() / allowed).max()) <= 2 * bound
+            # The means' own bound is the rows' rounding: at most the shift sums' root mean square times the factor's.
+            offset = (exact.y_mean - exact.x_mean @ weight - bias).abs()
+            assert bool((offset <= bound * (c + a @ weight.abs()) / exact.n**0.5 + 1e-5).all())
+        (ours, _), (plain, _) = stacked(found["cuda"][split]), stacked(found["torch"][split])
+        assert float((ours - plain).norm() / plain.norm()) < (1e-3 if dtype == torch.float32 else 0.1)
+        for layer, layer_map in found["cuda"][split].layers.items():
+            expected = found["torch"][split].layers[layer].metrics
+            for name in ("input_cosine", "key_relative_error", "scale_error"):
+                assert layer_map.metrics[name] == pytest.approx(expected[name], rel=0.02, abs=1e-3)
+
+
+def test_a_fit_by_kernels_chooses_lambda_and_features_as_the_plain_one_does(as_if_on_a_device: None) -> None:
+    """One pass over two features, of which the stream's columns are solved alone, and held-out sums for the grid."""
+    model: Any = tiny_model("llama", hidden_size=D)
+    found = []
+    for backend in ("torch", "cuda"):
+        with pytest.warns(UserWarning, match="held-out prompts"):
+            found.append(fitted(model, (4,), backend, features="auto", ridge_lambda="auto")[4])
+    plain, ours = found
+    assert ours.features == plain.features == ("stream",)
+    assert ours.ridge_lambda == plain.ridge_lambda
+    for layer, layer_map in plain.layers.items():
+        torch.testing.assert_close(ours.layers[layer].weight, layer_map.weight, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours.layers[layer].scale_residual, layer_map.scale_residual, rtol=1e-3, atol=1e-3)
+
+
+def test_a_fit_takes_what_it_says(as_if_on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("llama", hidden_size=D)
+    assert fit_backend(model) == ("cuda", "kernels run on cpu; products in float32")
+    assert fit_backend(tiny_model("llama").to(torch.bfloat16))[1].endswith("products in bfloat16")
+    launched: set[str] = set()
+    on_host = Launch.run
+
+    def run(launch: Launch, device: torch.device) -> None:
+        launched.add(launch.kernel)
+        on_host(launch, device)
+
+    monkeypatch.setattr(Launch, "run", run)
+    # A split without late layers needs no map, but sums all the same.
+    fitted(model, (4, NUM_LAYERS - 1), "cuda")
+    assert launched == {"centre_rows_f32_f32", "add_products", "ridge_matrix", "ridge_targets"}
+    launched.clear()
+    fitted(model, (4, NUM_LAYERS - 1), "torch")
+    assert not launched
+
+
+def test_a_fit_without_a_device_says_so() -> None:
+    model: Any = tiny_model("llama", hidden_size=D)
+    assert fit_backend(model) == ("torch", "the model is on cpu; kernels need an NVIDIA GPU")
+    with pytest.raises(KernelError, match="backend 'cuda' cannot run: the model is on cpu"):
+        fitted(model, (4,), "cuda")
+    with pytest.raises(KernelError, match="unknown backend 'fast'"):
+        fitted(model, (4,), "fast")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_prefill import call as call_keeping
-from tiny import SPLIT, left_padded, prompt, random_maps, tiny_model
+from tiny import FEATURES, SPLIT, feature_maps, left_padded, prompt, random_maps, tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
 from transformers import DynamicCache
 
@@ -28,7 +28,6 @@ from ridgefill.writers import generic_writer, probe_layers
 
 ROWS, TAIL, HEAD = 96, 16, 4
 SETTINGS: dict[str, Any] = {"tail": TAIL, "head": HEAD, "min_bulk": 8}
-FEATURES = ("stream", "previous:2", "mean:0.9", "previous:1")
 
 
 def call(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> torch.Tensor:
@@ -96,23 +95,6 @@ def test_unknown_features_are_refused(names: tuple[str, ...]) -> None:
 
 
 # --- a fill with features ---------------------------------------------------------------------------------------------
-
-
-def feature_maps(model: Any, names: tuple[str, ...] = FEATURES) -> RidgeMaps:
-    """Random maps over these features, with random gains."""
-    maps = random_maps(model)
-    d, generator = decoder_layout(model).hidden_size, torch.Generator().manual_seed(7)
-    heads = model.config.num_key_value_heads
-    layers = {
-        layer: replace(
-            layer_map,
-            weight=torch.randn(len(names) * d, d, generator=generator) / (len(names) * d) ** 0.5,
-            key_gain=1 + torch.rand(heads, generator=generator),
-            value_gain=2 + torch.rand(heads, generator=generator),
-        )
-        for layer, layer_map in maps.splits[SPLIT].layers.items()
-    }
-    return replace(maps, splits={SPLIT: replace(maps.splits[SPLIT], layers=layers, features=names)})
 
 
 def expected_keys_values(

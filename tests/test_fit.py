@@ -22,6 +22,7 @@ from ridgefill.maps import RidgeMaps
 from ridgefill.moments import reference_moments
 from ridgefill.solve import (
     LAMBDA_GRID,
+    PlainSystem,
     choose_lambda,
     solve_ridge,
     squared_error,
@@ -96,7 +97,8 @@ def test_auto_lambda_is_the_grids_best_on_the_held_out_rows(signal: float, noise
         weight, bias = _ridge_by_lstsq(x.numpy(), y.numpy(), ridge_lambda)
         residual = y_out.numpy() - x_out.numpy() @ weight - bias
         by_rows.append((np.square(residual).sum(0) / np.square(y_out.numpy() - y_out.numpy().mean(0)).sum(0)).mean())
-    found = choose_lambda(reference_moments(x, y), reference_moments(x_out, y_out))
+    fitted, held_out = PlainSystem(reference_moments(x, y)), PlainSystem(reference_moments(x_out, y_out))
+    found = choose_lambda(fitted, held_out, width=2)  # three columns: the last is looked at alone
     assert found == LAMBDA_GRID[int(np.argmin(by_rows))]
     if noise == 0:
         assert found == min(LAMBDA_GRID)

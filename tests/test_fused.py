@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_host import HostKernels
-from test_features import feature_maps
 from test_prefill import call as call_keeping
-from tiny import NUM_LAYERS, SPLIT, left_padded, prompt, random_maps, tiny_model
+from tiny import NUM_LAYERS, SPLIT, exact_scale, feature_maps, left_padded, prompt, random_maps, tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import ridgefill
-from ridgefill import kernels
+from ridgefill import caches, epilogue
+from ridgefill import prefill as prefill_path
 from ridgefill.capture import BlockInputs
 from ridgefill.errors import AttachError, KernelError
 from ridgefill.layout import decoder_layout
@@ -31,16 +30,6 @@ from ridgefill.tune import with_scale
 ROWS, TAIL, HEAD = 96, 16, 4
 SETTINGS: dict[str, Any] = {"tail": TAIL, "head": HEAD, "min_bulk": 8}
 FUSED_FAMILIES = ["llama", "mistral-sliding", "qwen2", "qwen3", "gemma3"]
-
-
-def exact_scale(model: Any, maps: RidgeMaps) -> RidgeMaps:
-    """The same maps with a scale basis of full rank: every direction, nothing outside."""
-    d = decoder_layout(model).hidden_size
-    layers = {
-        layer: replace(m, scale_basis=torch.eye(d), scale_residual=torch.zeros(1))
-        for layer, m in maps.splits[SPLIT].layers.items()
-    }
-    return replace(maps, splits={SPLIT: replace(maps.splits[SPLIT], layers=layers)})
 
 
 def prefill(
@@ -247,20 +236,6 @@ def test_a_model_that_was_cast_since_runs_stock() -> None:
 # --- the epilogue as a kernel -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def kernels_on_host(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Launches run on the CPU through cuda/host_shim.h, as if it were a GPU; counted by kernel."""
-    counts: Counter[str] = Counter()
-
-    def run(launch: kernels.Launch, _: torch.device) -> None:
-        counts[launch.kernel] += 1
-        host.run(launch)
-
-    monkeypatch.setattr(kernels, "unavailable", lambda _: None)
-    monkeypatch.setattr(kernels.Launch, "run", run)
-    return counts
-
-
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
 def test_the_kernel_fills_what_torch_fills(family: str, kernels_on_host: Counter[str]) -> None:
     model = tiny_model(family)
@@ -277,6 +252,102 @@ def test_the_kernel_fills_what_torch_fills(family: str, kernels_on_host: Counter
     # One launch for all late layers above the split that keep the same rows: sliding layers keep fewer.
     windows = {decoder_layout(model).windows[layer] for layer in range(SPLIT + 1, NUM_LAYERS)}
     assert kernels_on_host == {"synth_kv_f32": len(windows)}
+
+
+CACHES = ["fresh", "lazy", "continued", "static", "static, continued"]
+
+
+def cache_before(case: str, model: Any, ids: torch.Tensor) -> Any:
+    """A cache of this kind, with ``ids`` in it."""
+    cache: Any = DynamicCache() if case == "lazy" else DynamicCache(config=model.config)
+    if case.startswith("static"):
+        cache = StaticCache(config=model.config, max_cache_len=3 * ROWS)
+    if ids.shape[1]:
+        call_keeping(model, ids, None, cache, 1)
+    return cache
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_the_kernel_writes_where_the_rows_stay(
+    case: str, kernels_on_host: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launch wrote to is the cache's own tensor, head rows and all: no row is copied once it is written."""
+    model: Any = tiny_model("llama")
+    maps = exact_scale(model, feature_maps(model, ("stream",)))
+    ids = prompt(40 + ROWS)
+    first = 40 if "continued" in case else 0
+    expected = cache_before(case, model, ids[:, 40 - first : 40])
+    prefill(model, maps, "fused", expected, ids[:, 40:], backend="torch")
+    cache, launched, kept = cache_before(case, model, ids[:, 40 - first : 40]), [], {}
+    real_launch, real_write, real_empty = epilogue.synth_launch, prefill_path.write_late_layers, torch.Tensor.new_empty
+
+    def launch(z: torch.Tensor, layers: Any, places: Any) -> Any:
+        launched.append(places)
+        return real_launch(z, layers, places)
+
+    def write(settings: Any, step: Any, bulk: Any) -> None:
+        real_write(settings, step, bulk)
+        kept.update({i: (step.cache.layers[i].keys, step.cache.layers[i].values) for i in range(SPLIT, NUM_LAYERS)})
+
+    def poisoned(tensor: torch.Tensor, *size: int, **options: Any) -> torch.Tensor:
+        made = real_empty(tensor, *size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(epilogue, "synth_launch", launch)
+    monkeypatch.setattr(prefill_path, "write_late_layers", write)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(prefill_path, "FILL_BLOCK_ROWS", 30)  # several launches, of which the last is shorter
+    prefill(model, maps, "fused", cache, ids[:, 40:], backend="cuda")
+    assert len(launched) == -(-(ROWS - TAIL - (0 if first else HEAD)) // 30)
+    for places in launched:
+        for place, layer_idx in zip(places, range(SPLIT + 1, NUM_LAYERS), strict=True):
+            assert (place.keys.data_ptr(), place.values.data_ptr()) == tuple(t.data_ptr() for t in kept[layer_idx])
+    for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+        assert_close(ours.keys, theirs.keys)  # a row that nobody wrote would be NaN, and equal nothing
+        assert_close(ours.values, theirs.values)
+        assert int(ours.get_seq_length()) == first + ROWS
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_a_cache_written_in_place_is_given_back_after_an_exception(
+    case: str, kernels_on_host: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model("llama")
+    maps = exact_scale(model, feature_maps(model, ("stream",)))
+    ids = prompt(40 + ROWS)
+    first = 40 if "continued" in case else 0
+    cache = cache_before(case, model, ids[:, 40 - first : 40])
+    before = [t[:, :, :first].clone() for layer in cache.layers for t in (layer.keys, layer.values) if first]
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("in the tail")
+
+    monkeypatch.setattr(model.lm_head, "forward", fails)
+    with ridgefill.attach(model, maps, backend="cuda", **SETTINGS) as attachment:
+        with pytest.raises(RuntimeError, match="in the tail"):
+            call_keeping(model, ids[:, 40:], None, cache, 1)
+        assert attachment.status()["counters"]["undone after an exception"] == 1
+    assert kernels_on_host
+    assert caches.cached_tokens(cache) == first
+    assert len(cache.layers) == (0 if case == "lazy" else NUM_LAYERS)
+    after = [t[:, :, :first] for layer in cache.layers for t in (layer.keys, layer.values) if first]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, before, strict=True))
+
+
+def test_a_cache_that_does_more_than_hand_on_is_updated_as_it_asks(kernels_on_host: Counter[str]) -> None:
+    class Counting(DynamicCache):
+        rows = 0
+
+        def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *more: Any, **named: Any) -> Any:
+            self.rows += keys.shape[2]
+            return super().update(keys, values, layer_idx, *more, **named)
+
+    model: Any = tiny_model("llama")
+    cache = Counting(config=model.config)
+    maps = exact_scale(model, feature_maps(model, ("stream",)))
+    prefill(model, maps, "fused", cache, prompt(ROWS), backend="cuda")
+    assert kernels_on_host
+    assert cache.rows == ROWS * NUM_LAYERS
 
 
 def test_a_rotation_the_kernel_does_not_know_stays_in_torch(
@@ -317,7 +388,7 @@ def test_maps_lie_in_memory_as_every_cpu_multiplies_them_fast() -> None:
     maps = exact_scale(model, random_maps(model))
     with ridgefill.attach(model, maps, form="fused", **SETTINGS) as attachment:
         assert attachment.settings.fused is not None
-        assert attachment.settings.fused.weight.t().is_contiguous()
+        assert attachment.settings.fused.weights.weight.t().is_contiguous()  # type: ignore[union-attr]
     with ridgefill.attach(model, maps, form="two-step", **SETTINGS) as attachment:
         assert attachment.settings.maps
         for resident in attachment.settings.maps.values():

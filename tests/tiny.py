@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ NUM_LAYERS = 6
 SPLIT = 3
 WINDOW = 24
 VOCAB = 320
+FEATURES = ("stream", "previous:2", "mean:0.9", "previous:1")
 
 # Larger than the usual .02: attention must matter, or an error in a late layer would not show in the logits.
 _COMMON: dict[str, Any] = {
@@ -93,6 +95,33 @@ def random_maps(model: nn.Module, *, split: int = SPLIT, seed: int = 1, identity
     splits = {split: SplitMaps(split, layers, target=layout.target(split))}
     fit = {"rows": 1, "held_out_rows": 0, "head": 4, "window_tokens": 1, "texts": []}
     return RidgeMaps(fingerprint(model), fit, splits, split)
+
+
+def feature_maps(model: Any, names: tuple[str, ...] = FEATURES) -> RidgeMaps:
+    """Random maps over these features, with random gains."""
+    maps = random_maps(model)
+    d, generator = decoder_layout(model).hidden_size, torch.Generator().manual_seed(7)
+    heads = model.config.num_key_value_heads
+    layers = {
+        layer: replace(
+            layer_map,
+            weight=torch.randn(len(names) * d, d, generator=generator) / (len(names) * d) ** 0.5,
+            key_gain=1 + torch.rand(heads, generator=generator),
+            value_gain=2 + torch.rand(heads, generator=generator),
+        )
+        for layer, layer_map in maps.splits[SPLIT].layers.items()
+    }
+    return replace(maps, splits={SPLIT: replace(maps.splits[SPLIT], layers=layers, features=names)})
+
+
+def exact_scale(model: Any, maps: RidgeMaps) -> RidgeMaps:
+    """The same maps with a scale basis of full rank: every direction, nothing outside."""
+    d = decoder_layout(model).hidden_size
+    layers = {
+        layer: replace(m, scale_basis=torch.eye(d), scale_residual=torch.zeros(1))
+        for layer, m in maps.splits[SPLIT].layers.items()
+    }
+    return replace(maps, splits={SPLIT: replace(maps.splits[SPLIT], layers=layers)})
 
 
 def prompt(rows: int, *, batch: int = 1, seed: int = 2) -> torch.Tensor:

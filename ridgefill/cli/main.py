@@ -188,6 +188,14 @@ def _parse_tokens(_: click.Context, __: click.Parameter, value: str | None) -> i
     help="What the model runs in; auto is the checkpoint's own.",
 )
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 …; auto takes a GPU if any.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "torch", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What sums and solves: torch, or CUDA kernels and libraries; auto takes these where the model's device and "
+    "CuPy let them run.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: torch's own choice]")
 @click.option("--json", "json_output", is_flag=True, help="Print the result as one JSON document.")
 @reports_errors
@@ -205,6 +213,7 @@ def fit(
     gains: str,
     dtype: str,
     device: str,
+    backend: str,
     threads: int | None,
     json_output: bool,
 ) -> None:
@@ -226,6 +235,7 @@ def fit(
 
     from ridgefill.calibrate import bfloat16_rate_share
     from ridgefill.solve import fit as fit_maps
+    from ridgefill.solve import fit_backend
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -235,6 +245,7 @@ def fit(
             click.echo(f"this CPU multiplies float32 {1 / share:.0f} times as fast: try --dtype float32", err=True)
     if tokens is None:
         tokens = _TOKENS_PER_COLUMN * int(loaded.config.get_text_config().hidden_size)
+    chosen, reason = fit_backend(loaded, backend)
     started = time.perf_counter()
     try:
         with _warnings_as_lines(), _progress_bars() as progress:
@@ -250,6 +261,7 @@ def fit(
                 ridge_lambda=ridge_lambda,
                 features=features,
                 gains=gains,
+                backend=backend,
                 progress=progress,
             )
     finally:
@@ -259,10 +271,11 @@ def fit(
     maps.save(output)
     document = _read_document(output)
     if json_output:
-        click.echo(json.dumps({**document, "seconds": round(seconds, 3), "skipped_files": len(skipped)}))
+        by = {"backend": chosen, "backend_reason": reason}
+        click.echo(json.dumps({**document, "seconds": round(seconds, 3), "skipped_files": len(skipped), **by}))
     else:
         _print_document(document)
-        click.echo(f"fitted in {seconds:.1f} s", err=True)
+        click.echo(f"fitted in {seconds:.1f} s; sums and systems by {chosen}: {reason}", err=True)
 
 
 def _parse_numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:

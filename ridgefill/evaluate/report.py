@@ -20,6 +20,8 @@ def machine() -> dict[str, Any]:
     """Return the processor, its cores, torch's threads and the versions that a measured figure depends on."""
     import torch
 
+    import ridgefill
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu_name(),
@@ -27,7 +29,8 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": gpu,
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "ridgefill")},
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "ridgefill": ridgefill.__version__,  # a source checkout has no metadata
     }
 
 
