@@ -1,7 +1,8 @@
 """How fast this machine is, in the five rates that the cost model needs (docs/planning.md).
 
-Micro-benchmarks at a model's widths: matrix products, causal attention, attention under a mask, a copy, and the calls of
-one layer with nothing in them. Never a prefill, and never with the model's weights: what the rates are used to predict is not measured here.
+Micro-benchmarks at a model's widths: matrix products, causal attention, attention under a mask, a copy, and the calls
+of one layer with nothing in them. Never a prefill, and never with the model's weights: what the rates are used to predict
+is not measured here.
 """
 
 from __future__ import annotations
@@ -127,9 +128,7 @@ def _attention_rate(
     mask = (positions <= positions[first_row:].unsqueeze(1))[None, None] if first_row else None
 
     def attend() -> None:
-        torch.nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None
-        )
+        torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
 
     pairs = (_ROWS * (_ROWS + 1) - first_row * (first_row + 1)) / 2
     return 4.0 * heads * width * pairs / _seconds(attend, device, seconds)
