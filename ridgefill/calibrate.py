@@ -1,8 +1,8 @@
 """How fast this machine is, in the five rates that the cost model needs (docs/planning.md).
 
 Micro-benchmarks at a model's widths: matrix products, causal attention, attention under a mask, a copy, and the calls
-of one layer with nothing in them. Never a prefill, and never with the model's weights: what the rates are used to predict
-is not measured here.
+of one layer with nothing in them. Never a prefill, and never with the model's weights: what the rates are used to
+predict is not measured here.
 """
 
 from __future__ import annotations
