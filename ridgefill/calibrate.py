@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS = 2048
+# Attention at the length of a long prompt, and the last rows of it, an eighth: masks cost more the more keys they hide.
+_KEYS = 4096
 _COPY_BYTES = 256 << 20
 # Width of the empty layer: a product of 8 x 8 takes no time, only its calls do.
 _EMPTY_WIDTH = 8
@@ -48,7 +50,7 @@ def calibrate(
     share = seconds / 5
     with torch.inference_mode():
         causal = _attention_rate(*attention, dtype, device, share)
-        masked = _attention_rate(*attention, dtype, device, share, first_row=_ROWS - _ROWS // 8)
+        masked = _attention_rate(*attention, dtype, device, share, first_row=_KEYS - _KEYS // 8)
         return {
             "matmul_flops_per_s": _matmul_rate(matrices, dtype, device, share),
             "attention_flops_per_s": causal,
@@ -113,24 +115,24 @@ def _attention_rate(
     seconds: float,
     first_row: int = 0,
 ) -> float:
-    """Operations a second of attention of the rows from ``first_row`` to `_ROWS`, each visible pair counted once.
+    """Operations a second of attention of the rows from ``first_row`` to `_KEYS`, each visible pair counted once.
 
     Rows that begin behind others need a boolean mask, as transformers makes it; all rows at once are causal without.
     """
     import torch
 
-    queries = torch.randn(1, heads, _ROWS - first_row, width, dtype=dtype, device=device)
-    keys, values = torch.randn(2, 1, kv_heads, _ROWS, width, dtype=dtype, device=device)
+    queries = torch.randn(1, heads, _KEYS - first_row, width, dtype=dtype, device=device)
+    keys, values = torch.randn(2, 1, kv_heads, _KEYS, width, dtype=dtype, device=device)
     # As transformers calls it: grouped keys repeated unless the kernel takes them as they are.
     keys, values = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (keys, values))
 
-    positions = torch.arange(_ROWS, device=device)
+    positions = torch.arange(_KEYS, device=device)
     mask = (positions <= positions[first_row:].unsqueeze(1))[None, None] if first_row else None
 
     def attend() -> None:
         torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
 
-    pairs = (_ROWS * (_ROWS + 1) - first_row * (first_row + 1)) / 2
+    pairs = (_KEYS * (_KEYS + 1) - first_row * (first_row + 1)) / 2
     return 4.0 * heads * width * pairs / _seconds(attend, device, seconds)
 
 
