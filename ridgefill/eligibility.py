@@ -159,6 +159,8 @@ def _argument_refusal(
     for name, value in arguments.items():
         if name in _KNOWN or name in _CACHE_NAMES or value is None or value is False:
             continue
+        if isinstance(value, dict) and not value:  # generate hands a multimodal model its outputs of no image
+            continue
         if name not in signature.defaults or value is not signature.defaults[name]:
             return f"the argument {name!r} is given"
     use_cache = arguments.get("use_cache")

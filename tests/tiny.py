@@ -117,7 +117,8 @@ _MINISTRAL_ROPE = {
 }
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
 _VISION_LAYER = {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
-_RECURRENT = "keeps a recurrent state"
+_ONLY = "only full and sliding-window attention caches can be filled"
+_RECURRENT = f"layer 0 keeps a recurrent state (LinearAttentionLayer); {_ONLY}"
 
 # Every decoder type of the planner's family table (rust/src/family/families.rs), and more; CONTRIBUTING's recipe adds
 # one row. `make families` makes docs/families.md of it.
@@ -301,7 +302,7 @@ FAMILIES: dict[str, Family] = {
         "FalconH1ForCausalLM",
         {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_state": 8, "mamba_d_conv": 3, "mamba_chunk_size": 16},
         "Mamba 2 in every layer",
-        refused=_RECURRENT,
+        refused=f"layer 0 keeps a recurrent state (LinearAttentionAndFullAttentionLayer); {_ONLY}",
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
