@@ -119,7 +119,7 @@ def decoder_layout(model: nn.Module) -> DecoderLayout:
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise UnsupportedModelError(f"{name} keeps layers on disk (hf_device_map); load it into memory first")
     config = getattr(decoder, "config", None)
-    if config is None or base is None or not isinstance(layers, nn.ModuleList):
+    if config is None or base is None or decoder is None or not isinstance(layers, nn.ModuleList):
         raise UnsupportedModelError(
             f"{name}: expected a causal language model with .config and a base model with .layers (a ModuleList), "
             f"found config={type(config).__name__}, base={type(decoder).__name__}, layers={type(layers).__name__}"

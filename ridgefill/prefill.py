@@ -222,7 +222,8 @@ def predict_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> Itera
     blocks = {} if settings.fused is None else _fused_blocks(settings, settings.fused, step, bulk, x)
     for layer_idx in range(settings.split, settings.layout.num_layers):
         # The split layer's block input is the stream, exactly: it has no map, fused or other.
-        yield layer_idx, blocks.pop(layer_idx, None) or _two_step_blocks(settings, step, bulk, x, layer_idx)
+        predicted = blocks.pop(layer_idx, None) or _two_step_blocks(settings, step, bulk, x, layer_idx)
+        yield layer_idx, predicted
 
 
 def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:

@@ -252,8 +252,8 @@ def in_announced_pieces(
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "left-padded"])
-@pytest.mark.parametrize("pieces", [[40], [1, 50, 64], [70, 20, 20, 10], [110, 26]], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo3"])
+@pytest.mark.parametrize("pieces", [[1, 50, 64], [70, 20, 20, 10], [110, 26]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_prompt_in_pieces_is_filled_like_a_prompt_in_one(family: str, pieces: list[int], padded: bool) -> None:
     model = tiny_model(family)
     ids, mask = left_padded(ROWS, (0, 5)) if padded else (prompt(ROWS), None)

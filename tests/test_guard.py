@@ -15,7 +15,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import ridgefill
-from ridgefill.demo import standard_texts
+from ridgefill.demo import calibration_texts, standard_texts
 from ridgefill.errors import AttachError
 from ridgefill.guard import PROBE_ROWS
 from ridgefill.maps import RidgeMaps
@@ -27,10 +27,17 @@ FILLED = ROWS - TAIL - HEAD - PROBE_ROWS
 
 @functools.cache
 def fitted(family: str, features: tuple[str, ...] = ("stream",)) -> tuple[nn.Module, RidgeMaps]:
-    model = tiny_model(family)
-    texts = [random_text(160, seed) for seed in range(48)]
+    """A model calm enough that a map fits it (smaller weights, larger embeddings), and its maps for words of letters.
+
+    Windows are as long as head and probe rows: in so small a model a row's place says more than its text.
+    """
+    model = tiny_model(family, initializer_range=0.08)
+    window = HEAD + PROBE_ROWS
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0, 1, generator=torch.Generator().manual_seed(0))
+    texts = [random_text(window, seed) for seed in range(160)]
     maps = ridgefill.fit(
-        model, byte_tokenizer(), texts, (SPLIT,), window_tokens=160, features=features, gains="none", held_out=1 / 4
+        model, byte_tokenizer(), texts, (SPLIT,), window_tokens=window, features=features, gains="none", held_out=1 / 4
     )
     return model, maps
 
@@ -51,7 +58,7 @@ def other_alphabet(seed: int) -> str:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_text_of_its_own_kind_passes(family: str) -> None:
     model, maps = fitted(family)
-    windows = 300 if family == "llama" else 60
+    windows = 100 if family == "llama" else 40
     with ridgefill.attach(model, maps, guard="warn", **SETTINGS) as attachment:
         for seed in range(windows):
             run(model, tokens(random_text(ROWS, 1000 + seed)))
@@ -65,9 +72,7 @@ def test_text_of_its_own_kind_passes(family: str) -> None:
 @pytest.mark.parametrize("mode", ["warn", "exact"])
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("kind", ["random tokens", "other alphabet"])
-def test_another_kind_of_text_is_caught(
-    kind: str, turns: int, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_kind_of_text_is_caught(kind: str, turns: int, mode: str, caplog: pytest.LogCaptureFixture) -> None:
     model, maps = fitted("llama")
 
     def text(seed: int) -> torch.Tensor:
@@ -83,10 +88,10 @@ def test_another_kind_of_text_is_caught(
             status = attachment.status()
             if mode == "warn":
                 assert status["rows_filled"] == FILLED + (HEAD if turns == 2 else 0)
-                assert "worse than 95%" in status["alarm"]
+                assert "(mean rank 0." in status["alarm"]
                 continue
             assert status["rows_filled"] == 0
-            assert status["reason"].startswith("the guard: the keys of ")
+            assert status["reason"].startswith("the guard: keys of the 32 rows after the head ")
             stock = DynamicCache(config=model.config)
             with attachment.request(tier="exact"):
                 if turns == 2:
@@ -176,12 +181,11 @@ def test_the_guard_is_off_unless_asked_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [15, 20])
-def test_real_weights(smollm2: tuple[nn.Module, Any], split: int) -> None:
+def test_real_weights(smollm2: tuple[nn.Module, Any]) -> None:
     """SmolLM2 on the demo's texts: at most 1% of 300 held-out windows alarm; the four changes do, every time."""
-    model, tokenizer = smollm2
-    texts = [text for _, text in standard_texts("docs", "fit")]
-    maps = ridgefill.fit(model, tokenizer, texts, (split,), max_tokens=60_000, features=("stream",), gains="none")
+    (model, tokenizer), split = smollm2, 20
+    texts = calibration_texts(120_000)
+    maps = ridgefill.fit(model, tokenizer, texts, (split,), max_tokens=30_000, features=("stream",), gains="none")
     settings: dict[str, Any] = {"tail": 8, "head": 4, "min_bulk": 8, "guard": "warn"}
     rows = 56
     held_out: list[int] = []

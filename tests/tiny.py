@@ -177,9 +177,7 @@ FAMILIES: dict[str, Family] = {
         "layer norm, parallel MLP, global layers without rotary embedding",
         "direct, generic",
     ),
-    "starcoder2": Family(
-        "Starcoder2ForCausalLM", {"use_bias": True, "sliding_window": None}, "layer norm, biases"
-    ),
+    "starcoder2": Family("Starcoder2ForCausalLM", {"use_bias": True, "sliding_window": None}, "layer norm, biases"),
     "granite": Family(
         "GraniteForCausalLM",
         {
