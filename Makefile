@@ -24,7 +24,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 CORE := Cargo.toml Cargo.lock pyproject.toml $(shell find rust cuda -type f 2>/dev/null)
 
-.PHONY: help setup test test-slow lint demo package clean
+.PHONY: help setup test test-slow lint demo families package clean
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
@@ -64,6 +64,11 @@ test: lint
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python benches/quality.py
+
+# docs/families.md: every model family in every cache, padding and dtype, run here.
+families: setup
+	$(BIN)/python tests/family_matrix.py > docs/families.md.new
+	mv docs/families.md.new docs/families.md
 
 demo: setup
 	$(BIN)/ridgefill demo

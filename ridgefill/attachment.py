@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import json
 import logging
@@ -12,8 +14,8 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgefill import _core, caches, prefill, rows
@@ -22,9 +24,11 @@ from ridgefill.epilogue import EpilogueLayer, epilogue_layers
 from ridgefill.errors import AlreadyAttachedError, AttachError, FitError
 from ridgefill.features import STREAM, Features
 from ridgefill.fused import FusedMaps, fused_maps
+from ridgefill.guard import MODES, PROBE_ROWS, Guard, OutOfRange
 from ridgefill.kernels import BACKENDS, choose_backend
-from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint, model_shape
+from ridgefill.layout import DecoderLayout, causal_lm, decoder_layout, fingerprint, model_shape
 from ridgefill.maps import RidgeMaps, SplitMaps
+from ridgefill.prefill import Bulk, FillSettings, Step
 from ridgefill.residency import MAP_DTYPES, RESIDENCIES, Copies, Holding, host_obstacle
 from ridgefill.scorers import RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
@@ -32,8 +36,10 @@ from ridgefill.verdict import gate_word
 from ridgefill.writers import late_layer_writers, probe_layers
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
+    from transformers import Cache
 
 TIERS = ("auto", "exact", "quality", "speed", "plumb")
 FORMS = ("auto", "fused", "two-step")
@@ -49,12 +55,26 @@ _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDic
 _ATTACH_LOCK = threading.Lock()
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What the calls inside one ``with attachment.request(...)`` block ask for."""
+
+    tier: str
+    tail: int
+    exact_spans: tuple[tuple[int, int], ...] = ()
+
+
+# By the attachment's id: of a thread, and of an asyncio task, its own.
+_REQUESTS: contextvars.ContextVar[dict[int, _Request]] = contextvars.ContextVar("ridgefill_requests")
+
+
 @dataclass
 class _Call:
     """A filled call between its pre-hook and its end."""
 
-    step: prefill.Step
+    step: Step
     step_end: int
+    tier: str
     reason: str
     restore: Callable[[], None]
     started: float
@@ -73,7 +93,7 @@ class Attachment:
 
     tier: str
     rule: FillRule
-    settings: prefill.FillSettings
+    settings: FillSettings
     warnings: list[str]
     tokenizer: str
     maps_path: str | None
@@ -118,13 +138,14 @@ class Attachment:
         """What is attached and what the last prefill did, ready for JSON.
 
         ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. ``ran``
-        is the tier that it ran in, which ``auto`` chooses at each call. ``rows_selected`` rows of the fill span ran
-        exactly through every layer (``gates``: how many ran on at each gate); when none did, ``selection`` says why.
-        ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). Decode steps are
-        counted in ``counters``, and do not replace the prefill before them. ``timings`` are wall times of the calling
-        thread; on a GPU, which works behind it, they are the times to launch. ``map_bytes`` lie on the model's devices,
-        ``host_map_bytes`` in pinned host memory; of the last prefill's copies from there, ``map_copies`` has bytes,
-        device times, and the share of copying that no product waited for (asking waits for that prefill's end).
+        is the tier that it ran in, which ``auto`` chooses at each call and a `request` may name. ``rows_selected`` rows
+        of the fill span ran exactly through every layer (``gates``: how many ran on at each gate); when none did,
+        ``selection`` says why. ``gate`` is the map file's acceptance gate on these settings, in words
+        (`ridgefill gate`). Decode steps are counted in ``counters``, and do not replace the prefill before them.
+        ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are the times to launch.
+        ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the last prefill's copies
+        from there, ``map_copies`` has bytes, device times, and the share of copying that no product waited for (asking
+        waits for that prefill's end).
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")
@@ -132,7 +153,6 @@ class Attachment:
             return {
                 "attached": bool(self._handles),
                 "tier": self.tier,
-                "ran": "exact" if last["spans"] is None else "speed" if self.tier == "auto" else self.tier,
                 "split": self.settings.split,
                 "tail": self.rule.tail,
                 "head": self.rule.head,
@@ -144,6 +164,7 @@ class Attachment:
                 "form_reason": self.form_reason,
                 "backend": "torch" if self.settings.epilogues is None else "cuda",
                 "backend_reason": self.backend_reason,
+                "guard": "off" if self.settings.guard is None else self.settings.guard.mode,
                 "features": list(self.settings.features.names),
                 "map_dtype": self.map_dtype,
                 "residency": self.residency,
@@ -162,7 +183,133 @@ class Attachment:
         two_step = sum(m.nbytes for maps in self.resident for m in maps.values())
         return two_step + (0 if fused is None else fused.nbytes)
 
+    @contextlib.contextmanager
+    def request(
+        self, *, tier: str | None = None, tail: int | None = None, exact_spans: Sequence[tuple[int, int]] = ()
+    ) -> Iterator[None]:
+        """Other settings for the calls that this thread (or asyncio task) makes inside the ``with`` block.
+
+        Args:
+            tier: instead of the attachment's: ``exact`` always; ``speed`` where it fills at all; ``quality`` and
+                ``auto`` where it was attached with them.
+            tail: the last rows of a prompt that stay exact, in tokens.
+            exact_spans: absolute positions ``[from, to)``, pads counted, of rows that run exactly through every layer
+                whatever the tier selects: a system prompt, the signature of a function.
+
+        Raises:
+            AttachError: the attachment cannot run this tier, or a number is out of range.
+            UnsupportedModelError: exact_spans with an attention implementation that takes no mask for single rows.
+        """
+        known = {"exact", self.tier} | ({"speed"} if self.tier in ("auto", "quality") else set())
+        if tier is not None and tier not in known:
+            raise AttachError(
+                f"request(tier={tier!r}): this attachment has tier {self.tier!r} and can run {sorted(known)}; attach "
+                f"with tier={tier!r}"
+            )
+        if tail is not None and (isinstance(tail, bool) or not isinstance(tail, int) or tail < 1):
+            raise AttachError(f"request: tail must be an integer of at least 1, found {tail!r}")
+        spans = tuple((start, end) for start, end in exact_spans)
+        if wrong := [span for span in spans if not 0 <= span[0] < span[1]]:
+            raise AttachError(f"request: exact_spans are (from, to) with 0 <= from < to, found {wrong[0]}")
+        if spans:
+            rows.check_masks(self.settings.layout)
+        asked = _Request(tier or self.tier, tail or self.rule.tail, spans)
+        token = _REQUESTS.set({**_REQUESTS.get({}), id(self): asked})
+        try:
+            yield
+        finally:
+            _REQUESTS.reset(token)
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        n_ahead: int,
+        cache: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> Cache:
+        """Write the next rows of a prompt that comes in pieces to its cache, and return the cache: no logits.
+
+        A forward call must take its last rows for the prompt's last and keeps ``tail`` of them exact; here ``n_ahead``
+        says how many rows are still to come, so that a piece may be filled to its end. Give the last piece to the model
+        or to ``generate``, with the cache, as usual. Of the rows in these pieces none is selected (tier ``quality``):
+        their prompt's tail has not been seen.
+
+        Args:
+            input_ids: ``[batch, rows]``, the rows after those in the cache.
+            n_ahead: the prompt's rows after these.
+            cache: what the pieces before these rows are in; None begins a prompt.
+            attention_mask: ``[batch, cached + rows]`` where there is left padding.
+
+        Returns:
+            The cache, longer by these rows.
+
+        Raises:
+            AttachError: the attachment is detached, n_ahead is no count, or the request names exact_spans.
+        """
+        import torch
+        from transformers import DynamicCache
+
+        model, request = self.model(), self._request()
+        if model is None or not self._handles:
+            raise AttachError("prefill() needs the model, and this attachment was detached from it; attach again")
+        if isinstance(n_ahead, bool) or not isinstance(n_ahead, int) or n_ahead < 0:
+            raise AttachError(f"prefill: n_ahead must be an integer of at least 0, found {n_ahead!r}")
+        if request.exact_spans:
+            raise AttachError("prefill: exact_spans are run when the prompt's tail is; name them for the last piece")
+        self._abandon()
+        started = time.perf_counter()
+        cache = DynamicCache(config=self.settings.layout.config) if cache is None else cache
+        cached = caches.cached_tokens(cache)
+        arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": True, "logits_to_keep": 1}
+        arguments[self.signature.cache_argument] = cache
+        step_end = cached + input_ids.shape[1]
+        with torch.no_grad():
+            step: Step | None = None
+            # The plan of the whole prompt: what is filled now has to be worth it in the end.
+            fills, planned = self._plan(request, cache, input_ids.shape[1] + n_ahead)
+            reason = planned if not fills else "the tier is exact"
+            if fills and request.tier != "exact":
+                step, reason = self._prepare(model, arguments, request, n_ahead)
+            if step is None:
+                self._run_exact(reason)
+                exact = Step({"input_ids": input_ids}, attention_mask, None, cache, cached, cached, cached)
+                prefill.run_base(self.settings, exact, cached, step_end, cache)
+                return cache
+            call = self._enter(step, step_end, request, reason + planned, started)
+            call.selection = "rows of a piece are not selected: the prompt's tail is still to come"
+            done = step.fill_end if self._filled(call, replace(self.settings, selects_rows=False)) else cached
+            try:
+                if done < step_end:
+                    prefill.run_base(self.settings, step, done, step_end, cache)
+            except BaseException:
+                self._abandon()
+                raise
+            self._end(cache)
+        return cache
+
     # What the hooks call.
+
+    def _request(self) -> _Request:
+        """What this thread's calls ask for now."""
+        return _REQUESTS.get({}).get(id(self)) or _Request(self.tier, self.rule.tail)
+
+    def _prepare(
+        self, model: nn.Module, arguments: dict[str, Any], request: _Request, n_ahead: int = 0
+    ) -> tuple[Step | None, str]:
+        """The step to fill as a request wants it, or None and why the call runs stock."""
+        rule = replace(self.rule, tail=request.tail)
+        step, reason = prepare(model, self.settings.layout, rule, self.signature, arguments, n_ahead)
+        if step is not None and (moved := misplaced(self.resident, self.settings.fused, self.settings.layout)):
+            return None, moved
+        return step, reason
+
+    def _enter(self, step: Step, step_end: int, request: _Request, reason: str, started: float) -> _Call:
+        """Begin a call that can be undone."""
+        tier = "speed" if request.tier == "auto" else request.tier
+        call = _Call(step, step_end, tier, reason, caches.entry_state(step.cache), started, sys.exc_info()[1])
+        self._calls.current = call
+        return call
 
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -180,57 +327,79 @@ class Attachment:
             with self._lock:
                 self.counters["decode of several rows"] += 1
             return None
-        if count < self.rule.tail + self.rule.min_bulk:
-            self._run_exact(f"{count} rows are fewer than tail={self.rule.tail} and min_bulk={self.rule.min_bulk}")
+        request = self._request()
+        if count < request.tail + self.rule.min_bulk:
+            self._run_exact(f"{count} rows are fewer than tail={request.tail} and min_bulk={self.rule.min_bulk}")
             return None
-        if self.tier == "exact":
+        if request.tier == "exact":
             self._run_exact("the tier is exact")
             return None
         started = time.perf_counter()
-        plan = None if self.planner is None else self._plan(self.planner, count, self.signature.bind(args, kwargs))
-        if plan is not None and plan["tier"] == "exact":
-            self._run_exact("; ".join((*plan["reasons"], *(other["reason"] for other in plan["rejected"]))))
-            return None
         arguments = self.signature.bind(args, kwargs)
-        step, reason = prepare(model, self.settings.layout, self.rule, self.signature, arguments)
-        if step is not None and (moved := misplaced(self.resident, self.settings.fused, self.settings.layout)):
-            step, reason = None, moved
+        fills, planned = self._plan(request, given_cache(arguments), count)
+        if not fills:
+            self._run_exact(planned)
+            return None
+        step, reason = self._prepare(model, arguments, request)
         if step is None:
             self._run_exact(reason, log=True)
             return None
-        if plan is not None:
-            reason = "; ".join((reason, *plan["reasons"]))
-        call = _Call(
-            step, step.cached_tokens + count, reason, caches.entry_state(step.cache), started, sys.exc_info()[1]
-        )
-        self._calls.current = call
+        reason += planned
+        call = self._enter(step, step.cached_tokens + count, request, reason, started)
+        choice = self.selection if request.tier in ("quality", "plumb") else None
+        if request.exact_spans and choice is None:
+            choice = rows.spans_only(self.settings.split)
+        settings = self.settings
+        if settings.selects_rows is not (choice is not None):
+            settings = replace(settings, selects_rows=choice is not None)
+        if (bulk := self._filled(call, settings)) is None:
+            return None
+        if choice is not None:
+            call.selection = rows.await_tail(settings, choice, step, bulk, request.exact_spans)
+        return (), self._tail_arguments(arguments, step)
+
+    def _filled(self, call: _Call, settings: FillSettings) -> Bulk | None:
+        """Fill a call's step; or undo it, and run it stock, where the guard does not let it through."""
         try:
-            bulk = prefill.fill(self.settings, step)
-            if self.selection is not None:
-                call.selection = rows.await_tail(self.settings, self.selection, step, bulk)
+            bulk = prefill.fill(settings, call.step)
+        except OutOfRange as alarm:
+            self._calls.current = None
+            call.restore()
+            self._alarm(str(alarm))
+            self._run_exact(f"the guard: {alarm}")
+            return None
         except BaseException:
             self._abandon()
             raise
+        if call.step.alarm:
+            self._alarm(call.step.alarm)
         call.tail_started = time.perf_counter()
-        return (), self._tail_arguments(arguments, step)
+        return bulk
 
-    def _plan(self, planner: _core.Planner, rows: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What the planner says about a prefill of ``rows`` more rows (tier auto)."""
-        cached_tokens = caches.cached_tokens(given_cache(arguments))
-        request = {
-            "prompt_tokens": cached_tokens + rows,
-            "cached_tokens": cached_tokens,
-            "sensitivity": "latency",
-        }
-        plan: dict[str, Any] = json.loads(planner.plan(json.dumps(request)))
-        return plan
+    def _alarm(self, alarm: str) -> None:
+        with self._lock:
+            first = not self.counters["guard alarms"]
+            self.counters["guard alarms"] += 1
+        if first:
+            _log.warning("the guard: %s (guard=%r)", alarm, self.settings.guard and self.settings.guard.mode)
 
-    def _tail_arguments(self, arguments: dict[str, Any], step: prefill.Step) -> dict[str, Any]:
+    def _plan(self, request: _Request, cache: Any, rows: int) -> tuple[bool, str]:
+        """Whether a prefill of ``rows`` more rows may be filled, and why in the planner's words (tier auto alone)."""
+        if request.tier != "auto" or self.planner is None:
+            return True, ""
+        cached_tokens = caches.cached_tokens(cache)
+        wanted = {"prompt_tokens": cached_tokens + rows, "cached_tokens": cached_tokens, "sensitivity": "latency"}
+        plan: dict[str, Any] = json.loads(self.planner.plan(json.dumps(wanted)))
+        if plan["tier"] == "exact":
+            return False, "; ".join((*plan["reasons"], *(other["reason"] for other in plan["rejected"])))
+        return True, "".join(f"; {reason}" for reason in plan["reasons"])
+
+    def _tail_arguments(self, arguments: dict[str, Any], step: Step) -> dict[str, Any]:
         cut = step.fill_end - step.cached_tokens
         tail = {name: value for name, value in arguments.items() if name not in ("cache", "past_key_values")}
         tail.update({name: tensor[:, cut:] for name, tensor in step.inputs.items()})
         if step.position_ids is not None:
-            tail["position_ids"] = step.position_ids[:, cut:]
+            tail["position_ids"] = step.position_ids[..., cut:]
         tail["attention_mask"] = step.padding
         tail[self.signature.cache_argument] = step.cache
         return tail
@@ -254,6 +423,7 @@ class Attachment:
                 selected, selection = selection.rows.shape[1], ""
         record = _record(
             call.reason,
+            ran=call.tier,
             spans={
                 "head": [step.cached_tokens, step.fill_start],
                 "fill": [step.fill_start, step.fill_end],
@@ -263,6 +433,7 @@ class Attachment:
             rows_selected=selected,
             gates=gates,
             selection=selection,
+            alarm=step.alarm,
             timings={
                 **step.timings,
                 "tail_ms": 1e3 * (now - call.tail_started),
@@ -301,7 +472,7 @@ def _kind(reason: str) -> str:
 
 def is_attached(model: nn.Module) -> bool:
     """Whether maps are attached to this very module."""
-    return model in _ATTACHED
+    return causal_lm(model) in _ATTACHED
 
 
 def attach(
@@ -323,6 +494,7 @@ def attach(
     map_dtype: str = "model",
     residency: str = "device",
     slots: int = 2,
+    guard: str = "off",
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
 
@@ -331,7 +503,8 @@ def attach(
     model's own end.
 
     Args:
-        model: the model, on its devices, in any floating dtype.
+        model: the model, on its devices, in any floating dtype; of a PEFT model the one inside, which ``generate``
+            calls (PEFT's own forward passes by its hooks and runs stock).
         maps: a map file's path, or maps already loaded or fitted.
         split: the first late layer; None takes the file's default.
         tier: ``speed`` fills; ``quality`` fills and runs the rows that the tail's queries look at; ``exact`` never
@@ -358,13 +531,17 @@ def attach(
             ``speed`` or ``auto`` copies them layer by layer on a stream of its own.
         slots: how many layers' maps are on the device at a time when they lie on the host: 1, or 2, whose copies run
             beside the products of the layer before.
+        guard: whether each fill first compares predicted and exact keys of the 32 rows after the head, which then run
+            exactly, with the file's held-out figures (`ridgefill.guard`): where they are worse, ``warn`` fills, counts
+            and logs it, and ``exact`` runs the call stock.
 
     Raises:
         MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
         MapMismatchError: the maps were fitted for another model, by name of what differs.
         UnsupportedModelError: this model can never be filled.
         AlreadyAttachedError: the model has an attachment; detach it first.
-        AttachError: a parameter is out of range, or the maps are of a kind that this version cannot apply.
+        AttachError: a parameter is out of range, or the maps are of a kind that this version cannot apply, or hold
+            nothing that a guard could compare with.
         KernelError: ``backend="cuda"`` where kernels cannot run.
     """
     if tier not in TIERS:
@@ -385,6 +562,7 @@ def attach(
         ("backend", backend, BACKENDS),
         ("map_dtype", map_dtype, MAP_DTYPES),
         ("residency", residency, RESIDENCIES),
+        ("guard", guard, MODES),
     ):
         if word not in known:
             raise AttachError(f"unknown {name} {word!r}; known: {', '.join(known)}")
@@ -392,8 +570,11 @@ def attach(
         raise AttachError(f"slots must be 1 or 2, found {slots!r}")
     if residency == "host" and tier == "quality":
         raise AttachError("residency 'host' streams fused maps; tier 'quality' reads two-step maps on the device too")
+    if guard != "off" and tier == "plumb":
+        raise AttachError("tier 'plumb' predicts nothing that a guard could compare; attach it with guard='off'")
     if tier == "quality" and gates is None and share is None:
         share = _DEFAULT_SHARE
+    model = causal_lm(model)
     with _ATTACH_LOCK:
         if model in _ATTACHED:
             raise AlreadyAttachedError(f"{type(model).__name__} already has maps attached; call detach() first")
@@ -447,7 +628,14 @@ def attach(
                 for at, maps_there in zip(sorted(shares), resident, strict=True)
             ]
             selection = rows.selection_settings(layout, chosen)
-        rule = FillRule(tail=tail, head=head, min_bulk=min_bulk, reach=features[0].reach)
+        guarded = None if guard == "off" else Guard.of(split_maps, layout, guard)
+        rule = FillRule(
+            tail=tail,
+            head=head,
+            min_bulk=min_bulk,
+            reach=features[0].reach,
+            probe_rows=0 if guarded is None else PROBE_ROWS,
+        )
         settings = prefill.FillSettings(
             layout=layout,
             split=split_maps.split,
@@ -459,6 +647,7 @@ def attach(
             rotary_modules=rotary_modules,
             true_inputs=tier == "plumb",
             selects_rows=selection is not None,
+            guard=guarded,
         )
         attachment = Attachment(
             tier=tier,
@@ -527,7 +716,7 @@ def _planner(
         "maps": [{"split": settings.split, **settings.cost_terms, "gates": gates}],
         "loss_budget_nats": loss_budget,
         "tail": rule.tail,
-        "head": rule.head,
+        "head": rule.head + rule.probe_rows,
         "min_bulk": rule.min_bulk,
     }
     return _core.Planner.from_shape(json.dumps(model_shape(model)), json.dumps(policy))
@@ -603,8 +792,9 @@ def _register(model: nn.Module, attachment: Attachment) -> None:
         on_split_layer, on_rotary = prefill.capture_hooks()
         handles.append(split_layer.register_forward_pre_hook(on_split_layer, with_kwargs=True))
         handles.extend(m.register_forward_hook(on_rotary) for m in settings.rotary_modules)
-        if attachment.selection is not None:
-            handles.extend(attachment.selection.hook(settings.layout))
+        # A request may name rows where the tier selects none: the split layer's hook serves both.
+        selection = attachment.selection or rows.spans_only(settings.split)
+        handles.extend(selection.hook(settings.layout))
     except BaseException:
         attachment.detach()
         raise
@@ -613,19 +803,23 @@ def _register(model: nn.Module, attachment: Attachment) -> None:
 def _record(
     reason: str,
     *,
+    ran: str = "exact",
     spans: dict[str, list[int]] | None = None,
     rows_filled: int = 0,
     rows_selected: int = 0,
     gates: dict[int, int] | None = None,
     selection: str = "",
+    alarm: str = "",
     timings: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     return {
         "reason": reason,
+        "ran": ran,
         "spans": spans,
         "rows_filled": rows_filled,
         "rows_selected": rows_selected,
         "gates": gates or {},
         "selection": selection,
+        "alarm": alarm,
         "timings": timings or {},
     }

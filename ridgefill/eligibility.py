@@ -24,13 +24,14 @@ class FillRule:
     """The numbers of the decision rule (rust/src/rule.rs), in tokens.
 
     ``reach``: how many rows before a row the maps read; a continued cache does not have their streams, so as many of
-    the call's first rows run exactly.
+    the call's first rows run exactly. ``probe_rows``: rows after those that run exactly too, for the guard to compare.
     """
 
     tail: int
     head: int
     min_bulk: int
     reach: int = 0
+    probe_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,17 @@ def step_rows(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def prepare(
-    model: nn.Module, layout: DecoderLayout, rule: FillRule, signature: Signature, arguments: dict[str, Any]
+    model: nn.Module,
+    layout: DecoderLayout,
+    rule: FillRule,
+    signature: Signature,
+    arguments: dict[str, Any],
+    n_ahead: int = 0,
 ) -> tuple[Step | None, str]:
-    """The step to fill and the rule's word for it, or None and the reason why the call runs stock."""
+    """The step to fill and the rule's word for it, or None and the reason why the call runs stock.
+
+    ``n_ahead``: prompt rows that later calls will bring.
+    """
     import torch
 
     if (reason := _mode_refusal(model, layout)) or (reason := _argument_refusal(layout, rule, signature, arguments)):
@@ -89,8 +98,13 @@ def prepare(
         return None, "gradients are enabled and the inputs or the cache require them; call under torch.no_grad()"
     cached = caches.cached_tokens(cache)
     position_ids = arguments.get("position_ids")
-    if position_ids is not None and (position_ids.ndim != 2 or position_ids.shape[1] != rows):
-        return None, f"position_ids have shape {tuple(position_ids.shape)}, expected [batch, {rows}]"
+    if position_ids is None:
+        # Stock counts a prompt's rows from 0; a tail behind a cache would follow the images of an earlier call.
+        if not cached and getattr(layout.base, "rope_deltas", None) is not None:
+            tensor = next(iter(inputs.values()))
+            position_ids = torch.arange(rows, device=tensor.device).expand(tensor.shape[0], -1)
+    elif position_ids.ndim not in (2, 3) or position_ids.shape[-1] != rows:
+        return None, f"position_ids have shape {tuple(position_ids.shape)}, expected [batch, {rows}], or more of them"
     padding, refusal = padding_of(arguments.get("attention_mask"), cached, rows, _mask_window(layout))
     if refusal:
         return None, refusal
@@ -110,9 +124,9 @@ def prepare(
     decision = _core.decide(
         cached_tokens=cached,
         step_tokens=rows,
-        n_ahead=0,
+        n_ahead=n_ahead,
         tail=rule.tail,
-        head=max(rule.head + left_pads, cached + rule.reach if cached else 0),
+        head=max(rule.head + left_pads, cached + rule.reach if cached else 0) + rule.probe_rows,
         min_bulk=rule.min_bulk,
         logits_to_keep=arguments["logits_to_keep"],
     )
@@ -123,7 +137,7 @@ def prepare(
 
         cache = DynamicCache(config=layout.config)  # what the base model would make for itself
     return (
-        Step(inputs, padding, position_ids, cache, cached, decision.fill_start, decision.fill_end),
+        Step(inputs, padding, position_ids, cache, cached, decision.fill_start, decision.fill_end, rule.probe_rows),
         decision.reason,
     )
 
@@ -146,6 +160,8 @@ def _argument_refusal(
 ) -> str | None:
     for name, value in arguments.items():
         if name in _KNOWN or name in _CACHE_NAMES or value is None or value is False:
+            continue
+        if isinstance(value, dict) and not value:  # generate hands a multimodal model its outputs of no image
             continue
         if name not in signature.defaults or value is not signature.defaults[name]:
             return f"the argument {name!r} is given"

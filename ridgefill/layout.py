@@ -25,12 +25,15 @@ _INPUT_NORM_NAMES = ("input_layernorm", "ln_1", "norm1", "attention_norm", "oper
 class DecoderLayout:
     """A decoder-only model taken apart: base model, layers, and what differs between layers.
 
-    ``windows[l]`` is the sliding window of layer ``l`` in tokens, or ``None`` for full attention, as the cache that
-    the model itself would build has it. ``cache_argument`` is the name that decoder layers give the cache
-    (``past_key_values`` became ``cache`` in transformers 5.24: probed by signature, never by version).
+    ``base`` is what is called; ``decoder`` holds the layers: the base itself, or the language model inside a multimodal
+    one. ``config`` is the decoder's. ``windows[l]`` is the sliding window of layer ``l`` in tokens, or ``None`` for
+    full attention, as the cache that the model itself would build has it. ``cache_argument`` is the name that decoder
+    layers give the cache (``past_key_values`` became ``cache`` in transformers 5.24: probed by signature, never by
+    version).
     """
 
     base: nn.Module
+    decoder: nn.Module
     layers: nn.ModuleList
     config: Any
     windows: tuple[int | None, ...]
@@ -93,8 +96,15 @@ def cache_argument_name(function: Any) -> str | None:
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
+def causal_lm(model: nn.Module) -> nn.Module:
+    """The model inside a PEFT wrapper (whose ``generate`` calls it), or the model itself."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner: nn.Module = model if unwrap is None else unwrap()
+    return inner
+
+
 def decoder_layout(model: nn.Module) -> DecoderLayout:
-    """Find the decoder of a Hugging Face causal language model.
+    """Find the decoder of a Hugging Face causal language model, or the one inside a multimodal model.
 
     Raises:
         UnsupportedModelError: the model is compiled, keeps weights on disk, or its layout is unknown; the message
@@ -102,21 +112,24 @@ def decoder_layout(model: nn.Module) -> DecoderLayout:
     """
     from torch import nn
 
+    model = causal_lm(model)
     name = type(model).__name__
     base = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
-    layers = getattr(base, "layers", None)
-    parts = [model, base, *(layers if isinstance(layers, nn.ModuleList) else ())]
+    # A multimodal base merges images into the embeddings and hands them to its language model.
+    decoder = getattr(base, "language_model", base)
+    layers = getattr(decoder, "layers", None)
+    parts = [model, base, decoder, *(layers if isinstance(layers, nn.ModuleList) else ())]
     if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in parts):
         raise UnsupportedModelError(
             f"{name} is compiled by torch.compile, which hooks cannot see into; attach to the uncompiled model"
         )
     if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise UnsupportedModelError(f"{name} keeps layers on disk (hf_device_map); load it into memory first")
-    config = getattr(model, "config", None)
-    if config is None or base is None or not isinstance(layers, nn.ModuleList):
+    config = getattr(decoder, "config", None)
+    if config is None or base is None or decoder is None or not isinstance(layers, nn.ModuleList):
         raise UnsupportedModelError(
             f"{name}: expected a causal language model with .config and a base model with .layers (a ModuleList), "
-            f"found config={type(config).__name__}, base={type(base).__name__}, layers={type(layers).__name__}"
+            f"found config={type(config).__name__}, base={type(decoder).__name__}, layers={type(layers).__name__}"
         )
     if len(layers) != getattr(config, "num_hidden_layers", None):
         raise UnsupportedModelError(
@@ -127,12 +140,16 @@ def decoder_layout(model: nn.Module) -> DecoderLayout:
         raise UnsupportedModelError(f"{name} keeps weights off their device (offload hooks); load it into memory first")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(f"{name}: layers that reuse another layer's cache are not supported yet")
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModelError(
+            f"{name}: layers differ in their heads (config.per_layer_config), which a map file does not describe"
+        )
     argument = cache_argument_name(layers[0].forward)
     if argument is None or "hidden_states" not in inspect.signature(layers[0].forward).parameters:
         raise UnsupportedModelError(
             f"{name}: {type(layers[0]).__name__}.forward takes no hidden_states and cache argument"
         )
-    return DecoderLayout(base, layers, config, _layer_windows(name, config), argument)
+    return DecoderLayout(base, decoder, layers, config, _layer_windows(name, config), argument)
 
 
 def _layer_windows(name: str, config: Any) -> tuple[int | None, ...]:
@@ -149,9 +166,10 @@ def _layer_windows(name: str, config: Any) -> tuple[int | None, ...]:
         elif type(layer) is DynamicLayer:
             windows.append(None)
         else:
+            state = "a recurrent state" if hasattr(layer, "recurrent_states") else "more than keys and values"
             raise UnsupportedModelError(
-                f"{name}: layer {layer_idx} keeps a {type(layer).__name__}; only full and sliding-window attention "
-                "caches can be filled"
+                f"{name}: layer {layer_idx} keeps {state} ({type(layer).__name__}); only full and sliding-window "
+                "attention caches can be filled"
             )
     return tuple(windows)
 
@@ -168,16 +186,18 @@ def num_key_value_heads(config: Any) -> int:
 
 def fingerprint(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
     """The JSON-ready identity of a model: what a map file is refused or warned about (docs/map-format.md)."""
+    model = causal_lm(model)
     layout = decoder_layout(model)
     config = layout.config
-    quantization = getattr(config, "quantization_config", None)
+    whole: Any = model.config  # of a multimodal model: what it was loaded as
+    quantization = getattr(whole, "quantization_config", None)
     if quantization is not None and not isinstance(quantization, dict):
         quantization = quantization.to_dict()
     method = None
     if quantization is not None and not quantization.get("dequantize", False):
         method = getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))
     rope = config.to_dict().get("rope_parameters") or {}
-    name = str(getattr(config, "_name_or_path", "") or type(model).__name__).rstrip("/").rsplit("/", 1)[-1]
+    name = str(getattr(whole, "_name_or_path", "") or type(model).__name__).rstrip("/").rsplit("/", 1)[-1]
     return {
         "model_type": str(config.model_type),
         "name": name.encode("utf-8", "replace").decode(),  # a folder's name need not be UTF-8
@@ -191,7 +211,9 @@ def fingerprint(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
         "sliding_window": next((window for window in layout.windows if window is not None), None),
         "rope": json.loads(json.dumps(rope, default=str)),
         "quantization": None if method is None else str(method),
-        "anchors": _weight_anchors(layout, adapted=bool(getattr(model, "_hf_peft_config_loaded", False))),
+        "anchors": _weight_anchors(
+            layout, adapted=bool(getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None))
+        ),
         "tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer),
     }
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ridgefill.epilogue import EpilogueLayer
     from ridgefill.fused import FusedMaps
+    from ridgefill.guard import Guard
     from ridgefill.layout import DecoderLayout
     from ridgefill.synth import ResidentMap
     from ridgefill.writers import LayerWriter
@@ -54,6 +55,7 @@ class FillSettings:
     epilogues: dict[int, EpilogueLayer] | None = None  # the fused layers' epilogue as a kernel; None: in torch
     true_inputs: bool = False  # plumb: late layers get their true block input instead of the split layer's stream
     selects_rows: bool = False  # keep what rows of the bulk need to run exactly later
+    guard: Guard | None = None  # compares predicted and exact keys of the last rows before the bulk
 
     @property
     def cost_terms(self) -> dict[str, int | None]:
@@ -68,11 +70,13 @@ class Step:
 
     inputs: dict[str, torch.Tensor]  # input_ids [batch, rows] or inputs_embeds [batch, rows, d]
     padding: torch.Tensor | None  # [batch, cached + rows], 1 for real tokens
-    position_ids: torch.Tensor | None  # [batch, rows]
+    position_ids: torch.Tensor | None  # [batch, rows], or [sections, batch, rows] (multi-section rotary)
     cache: Cache
     cached_tokens: int
     fill_start: int  # absolute positions in the cache, as the rule gives them
     fill_end: int
+    probe_rows: int = 0  # the last rows before the bulk, for the guard
+    alarm: str = ""  # what the guard found, in words
     timings: dict[str, float] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)  # of maps that lie in host memory
 
@@ -100,7 +104,9 @@ class Capture:
     def __init__(self, settings: FillSettings, *, stops: bool = True) -> None:
         self.settings = settings
         self.stops = stops
-        self.stream: torch.Tensor | None = None  # [batch, rows, d], of a pass that does not stop
+        # Of a pass that does not stop: the split layer's block input [batch, rows, d], and what else it was given.
+        self.stream: torch.Tensor | None = None
+        self.layer_kwargs: dict[str, Any] = {}
         self.rotary_outputs: list[Any] = []
 
     def __enter__(self) -> Capture:
@@ -179,6 +185,7 @@ def fill(settings: FillSettings, step: Step) -> Bulk:
         What the bulk's rows can still be run from.
 
     Raises:
+        OutOfRange: the guard, in its mode ``exact``, does not let these rows be filled.
         Whatever the model raises; the caller restores the cache.
     """
     started = time.perf_counter()
@@ -204,6 +211,15 @@ def run_bulk(settings: FillSettings, step: Step) -> Bulk:
 
 def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
     """Predict the bulk rows of every layer from the split on, and write their keys and values to the cache."""
+    for layer_idx, predicted in predict_late_layers(settings, step, bulk):
+        if isinstance(predicted, caches.Room):
+            caches.take(step.cache, layer_idx, predicted)
+        else:
+            _store(settings, step, bulk, layer_idx, predicted)
+
+
+def predict_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> Iterator[tuple[int, Blocks | caches.Room]]:
+    """Every layer from the split on, with its bulk rows' keys and values, or the room where a kernel has put them."""
     # All of x at once: as wide as the stream times the features, and what every late layer's map reads.
     bulk.tail_features = FeatureState(settings.features, bulk.stream_before)
     visible = None if step.padding is None else step.padding[:, bulk.first_row : step.fill_end].bool()
@@ -212,18 +228,15 @@ def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
     for layer_idx in range(settings.split, settings.layout.num_layers):
         # The split layer's block input is the stream, exactly: it has no map, fused or other.
         predicted = blocks.pop(layer_idx, None) or _two_step_blocks(settings, step, bulk, x, layer_idx)
-        if isinstance(predicted, caches.Room):
-            caches.take(step.cache, layer_idx, predicted)
-        else:
-            _store(settings, step, bulk, layer_idx, predicted)
+        yield layer_idx, predicted
 
 
-def _run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:
-    """The base model's own forward over rows ``[first, end)`` (absolute) of this call."""
+def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:
+    """The base model's own forward over rows ``[first, end)`` (absolute) of this call, into ``cache``."""
     cut = slice(first - step.cached_tokens, end - step.cached_tokens)
     kwargs: dict[str, Any] = {name: tensor[:, cut] for name, tensor in step.inputs.items()}
     if step.position_ids is not None:
-        kwargs["position_ids"] = step.position_ids[:, cut]
+        kwargs["position_ids"] = step.position_ids[..., cut]
     if step.padding is not None:
         kwargs["attention_mask"] = step.padding[:, :end]
     kwargs[settings.layout.cache_argument] = cache
@@ -241,20 +254,19 @@ def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, torch.T
 
     if step.fill_start == step.cached_tokens:
         return None, None
-    if step.cached_tokens:
-        with Capture(settings, stops=False) as capture:
-            _run_base(settings, step, step.cached_tokens, step.fill_start, step.cache)
-        return None, capture.stream
-    scratch = DynamicCache()
-    _run_base(settings, step, 0, step.fill_start, scratch)
-    return scratch, None
+    cache = step.cache if step.cached_tokens else DynamicCache()
+    with Capture(settings, stops=False) as capture:
+        run_base(settings, step, step.cached_tokens, step.fill_start, cache)
+    if settings.guard is not None:
+        settings.guard.check(settings, step, capture, cache)
+    return (None, capture.stream) if step.cached_tokens else (cache, None)
 
 
 def _run_early_layers(settings: FillSettings, step: Step, first_row: int) -> tuple[StreamTaken, list[Any]]:
     """Run the layers below the split over the bulk into the cache; returns the stream and the rotary tables."""
     with Capture(settings) as capture:
         try:
-            _run_base(settings, step, first_row, step.fill_end, step.cache)
+            run_base(settings, step, first_row, step.fill_end, step.cache)
         except StreamTaken as taken:
             # The traceback would keep the whole forward's tensors alive for as long as the stream is used.
             return taken.with_traceback(None), capture.rotary_outputs
@@ -433,7 +445,7 @@ def _true_block_inputs(settings: FillSettings, step: Step, first_row: int) -> di
         for layer_idx in range(settings.split, settings.layout.num_layers):
             layer = settings.layout.layers[layer_idx]
             handles.append(layer.register_forward_pre_hook(record(layer_idx), with_kwargs=True))
-        _run_base(settings, step, first_row, step.fill_end, copy.deepcopy(step.cache))
+        run_base(settings, step, first_row, step.fill_end, copy.deepcopy(step.cache))
     finally:
         for handle in handles:
             handle.remove()
@@ -451,12 +463,11 @@ def capture_hooks() -> tuple[Callable[..., None], Callable[..., None]]:
         settings = capture.settings
         if module is settings.layout.layers[settings.split]:
             stream = args[0] if args else kwargs["hidden_states"]
+            taken = ("hidden_states", "attention_mask")
+            layer_kwargs = {name: value for name, value in kwargs.items() if name not in taken}
             if capture.stops:
-                layer_kwargs = {
-                    name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")
-                }
                 raise StreamTaken(stream, layer_kwargs)
-            capture.stream = stream
+            capture.stream, capture.layer_kwargs = stream, layer_kwargs
 
     def on_rotary(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         """During a capture on this thread, keep the tables in call order."""

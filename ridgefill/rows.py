@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from ridgefill import caches
 from ridgefill.errors import AttachError, UnsupportedModelError
-from ridgefill.scorers import EXACT_LAYERS, AttentionScorer, QueryReader, RowScorer, TailView, choose_rows, rank
+from ridgefill.scorers import (
+    EXACT_LAYERS,
+    AttentionScorer,
+    QueryReader,
+    RowScorer,
+    SpanScorer,
+    TailView,
+    choose_rows,
+    rank,
+)
 from ridgefill.writers import generic_writer, probe_layers
 
 if TYPE_CHECKING:
@@ -207,6 +216,7 @@ class Selection:
     choice: SelectionSettings
     step: Step
     bulk: Bulk
+    spans: tuple[tuple[int, int], ...] = ()  # rows that pass every gate beside those that it chooses
     # Block input of the tail and its keyword arguments, by full-attention layer up to the last gate.
     seen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=dict)
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by passed gate: positions [batch, count]
@@ -232,7 +242,11 @@ class Selection:
             x = self.bulk.tail_features.copy().extend(tail_stream)
         view = TailView(self.step, tail_stream, x, self.seen, self.choice.readers, gate.maps)
         count = math.ceil(gate.share * view.bulk_rows)
-        rankings = rank(gate.scorer, view)
+        rankings = rank(gate.scorer, view) if count else []
+        if self.spans:
+            named = SpanScorer(self.spans)(view)[0]
+            count = min(view.bulk_rows, count + int((named.scores[0] > -torch.inf).sum()))
+            rankings = [named, *rankings]
         if self._running is None:
             rows = self.step.fill_start + choose_rows(rankings, count)
             stream = _take(rows - self.bulk.first_row, self.bulk.stream, -2)
@@ -277,11 +291,21 @@ class _Waiting(threading.local):
 WAITING = _Waiting()
 
 
-def await_tail(settings: FillSettings, choice: SelectionSettings, step: Step, bulk: Bulk) -> Selection | str:
-    """Let this thread's next forward through the gates select rows; or, in words, why none will be."""
-    if choice.gates[0].share == 0:
-        return "share is 0"
-    WAITING.selection = Selection(settings, choice, step, bulk)
+def await_tail(
+    settings: FillSettings,
+    choice: SelectionSettings,
+    step: Step,
+    bulk: Bulk,
+    spans: Sequence[tuple[int, int]] = (),
+) -> Selection | str:
+    """Let this thread's next forward through the gates select rows; or, in words, why none will be.
+
+    ``spans``: absolute positions ``[from, to)`` of rows that are selected whatever the gates choose.
+    """
+    touching = tuple((start, end) for start, end in spans if start < step.fill_end and end > step.fill_start)
+    if choice.gates[0].share == 0 and not touching:
+        return "exact_spans hold no row of the bulk" if spans else "share is 0"
+    WAITING.selection = Selection(settings, choice, step, bulk, touching)
     return WAITING.selection
 
 
@@ -311,6 +335,25 @@ def attention_scorer(layout: DecoderLayout, split: int) -> AttentionScorer:
     return AttentionScorer(predicted=3 * split >= 2 * layout.num_layers)
 
 
+def spans_only(split: int) -> SelectionSettings:
+    """A selection of the rows that a request names and no other, at one gate: it reads no queries and needs no maps."""
+    return SelectionSettings((Gate(split, 0.0, {}, SpanScorer(())),), {})
+
+
+def check_masks(layout: DecoderLayout) -> None:
+    """Refuse an attention implementation that takes no mask of its own for each row.
+
+    Raises:
+        UnsupportedModelError: it is neither ``sdpa`` nor ``eager``.
+    """
+    implementation = layout.config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise UnsupportedModelError(
+            f"selected rows are masked one by one, which {implementation!r} attention cannot; load the model with "
+            "attn_implementation='sdpa', or attach with tier='speed'"
+        )
+
+
 def selection_settings(layout: DecoderLayout, gates: Sequence[Gate]) -> SelectionSettings:
     """Check, on a few probe rows, that this model's rows can be selected.
 
@@ -327,12 +370,7 @@ def selection_settings(layout: DecoderLayout, gates: Sequence[Gate]) -> Selectio
             raise AttachError(f"the share of gate {split} must be a number from 0 to 1, found {share!r}")
     if shares != sorted(shares, reverse=True) or (len(shares) > 1 and not shares[-1]):
         raise AttachError(f"shares of later gates must be smaller and more than 0, found {shares}: rows only ever stop")
-    implementation = layout.config._attn_implementation
-    if implementation not in ("sdpa", "eager"):
-        raise UnsupportedModelError(
-            f"tier 'quality' masks selected rows one by one, which {implementation!r} attention cannot; load the model "
-            "with attn_implementation='sdpa', or attach with tier='speed'"
-        )
+    check_masks(layout)
     full, split = [layer_idx for layer_idx, window in enumerate(layout.windows) if window is None], gates[0].split
     if not full or full[0] > split:
         raise UnsupportedModelError(

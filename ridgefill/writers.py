@@ -138,8 +138,8 @@ def late_layer_writers(layout: DecoderLayout, split: int) -> tuple[dict[int, Lay
 
 
 def rotary_modules(layout: DecoderLayout) -> tuple[nn.Module, ...]:
-    """The base model's rotary modules, which make the tables that its layers are given."""
-    return tuple(module for name, module in layout.base.named_children() if "rotary" in name or "rope" in name)
+    """The decoder's rotary modules, which make the tables that its layers are given."""
+    return tuple(module for name, module in layout.decoder.named_children() if "rotary" in name or "rope" in name)
 
 
 def probe_layers(layout: DecoderLayout) -> tuple[list[dict[str, Any]], list[Any], tuple[nn.Module, ...]]:

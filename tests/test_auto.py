@@ -104,3 +104,15 @@ def test_cached_rows_count(llama: nn.Module, by_position: bool) -> None:
         status = attachment.status()
         assert (status["ran"], status["spans"]["fill"]) == ("speed", [ROWS, 2 * ROWS - TAIL])
     assert asked == [0, ROWS]
+
+
+def test_a_prompt_in_pieces_is_planned_as_a_whole(llama: nn.Module) -> None:
+    with ridgefill.attach(llama, maps(llama, 0.03), **SETTINGS) as attachment:
+        attachment.prefill(prompt(60), n_ahead=100)
+        status = attachment.status()
+        assert (status["ran"], status["spans"]["fill"]) == ("speed", [HEAD, 60])
+        assert status["reason"].startswith("fill; the fastest plan")
+    with ridgefill.attach(llama, maps(llama, None), **SETTINGS) as attachment:
+        attachment.prefill(prompt(60), n_ahead=100)
+        assert attachment.status()["ran"] == "exact"
+        assert "holds no gate result" in attachment.status()["reason"]

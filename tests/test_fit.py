@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tiny import FAMILIES, NUM_LAYERS, tiny_model
+from tiny import CORE_FAMILIES, NUM_LAYERS, tiny_model
 from tiny_tokenizer import BOS, byte_tokenizer, random_text
 
 from ridgefill.agreement import KEY_COSINE_PERCENTS, project_keys_values
@@ -248,7 +248,7 @@ def test_equal_inputs_give_equal_files(tmp_path: Path) -> None:
 # --- held-out figures ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(CORE_FAMILIES))
 def test_every_family_fits_with_its_figures(family: str) -> None:
     maps = fit(_model(family), byte_tokenizer(), _texts(), (2,), window_tokens=WINDOW)
     for layer_map in maps.splits[2].layers.values():
@@ -263,7 +263,7 @@ def test_every_family_fits_with_its_figures(family: str) -> None:
             assert quantiles[0] <= figures["key_cosine"] <= quantiles[-1] <= 1
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"phi3"}))
+@pytest.mark.parametrize("family", sorted(set(CORE_FAMILIES) - {"phi3"}))
 def test_projected_keys_and_values_are_those_of_the_cache(family: str) -> None:
     model = _model(family)
     layout = decoder_layout(model)

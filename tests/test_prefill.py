@@ -7,37 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import DIRECT_FAMILIES, FAMILIES, left_padded, prompt, random_maps, tiny_model
+from tiny import CORE_FAMILIES, DIRECT_FAMILIES, TAIL, call, in_pieces, left_padded, prompt, random_maps, tiny_model
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import ridgefill
 from ridgefill.demo import standard_texts
-from ridgefill.layout import cache_argument_name, decoder_layout
+from ridgefill.layout import decoder_layout
 from ridgefill.synth import resident_maps
 
-ROWS, TAIL, HEAD, MIN_BULK = 160, 32, 4, 16
+ROWS, HEAD, MIN_BULK = 160, 4, 16
 SETTINGS: dict[str, Any] = {"tail": TAIL, "head": HEAD, "min_bulk": MIN_BULK}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CORE_FAMILIES)
 def family_model(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     return request.param, tiny_model(request.param)
-
-
-def call(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, keep: int = TAIL) -> torch.Tensor:
-    argument = cache_argument_name(model.forward)
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, use_cache=True, logits_to_keep=keep, **{argument: cache}).logits
-
-
-def in_pieces(
-    model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, cached: int, end: int, keep: int = TAIL
-) -> torch.Tensor:
-    """Stock, run in the pieces that a fill uses: rows up to the bulk's end, then the tail."""
-    cut = end - cached
-    call(model, ids[:, :cut], None if mask is None else mask[:, :end], cache, 1)
-    return call(model, ids[:, cut:], mask, cache, keep)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one", "left-padded"])
