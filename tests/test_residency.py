@@ -204,6 +204,18 @@ def test_a_copy_that_would_not_wait_is_seen(slots: int, monkeypatch: pytest.Monk
     assert not all(torch.equal(tensor, parts(6)[number].weight) for number, tensor in enumerate(read))
 
 
+def test_the_first_copy_waits_for_work_that_still_reads_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator hands out what was freed in the order of the computing queue, which another queue does not keep."""
+    queues, memory, read = Deferred(), torch.zeros(80, dtype=torch.uint8), []
+    queues.compute.append(("work", lambda: read.append(memory.clone())))
+    monkeypatch.setattr(residency, "queues_of", lambda _: queues)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: memory)
+    assert len(list(Streamed(parts(2)[1:], torch.device("cpu"), 1).columns((0,), Copies()))) == 1
+    queues.run(ORDERS[0])
+    assert not read[0].any()
+    assert memory.any()
+
+
 def test_two_slots_copy_the_next_layer_beside_this_one_s_products(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = ORDERS[0]  # copies as early as they may be
     one, two = (seen(range(4), slots, eager, monkeypatch)[1].done for slots in (1, 2))
