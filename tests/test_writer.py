@@ -152,7 +152,9 @@ try:
 except OSError as error:
     print(error.errno, error.filename)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=False)
+    # -B: compiled modules would be cut off at the limit too, and stay so.
+    command = [sys.executable, "-B", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert result.stdout == f"27 {path}\n", result.stderr
     assert value_of(path) == 1
     assert os.listdir(tmp_path) == [path.name]
