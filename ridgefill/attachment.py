@@ -113,6 +113,7 @@ class Attachment:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = _Calls()
+        self._plain_request = _Request(self.tier, self.rule.tail)  # made once: most calls are in no request
         self._handles: list[RemovableHandle] = []
         self._copies = Copies()  # of the last filled call
 
@@ -292,13 +293,14 @@ class Attachment:
 
     def _request(self) -> _Request:
         """What this thread's calls ask for now."""
-        return _REQUESTS.get({}).get(id(self)) or _Request(self.tier, self.rule.tail)
+        asked = _REQUESTS.get(None)
+        return self._plain_request if asked is None else asked.get(id(self), self._plain_request)
 
     def _prepare(
         self, model: nn.Module, arguments: dict[str, Any], request: _Request, n_ahead: int = 0
     ) -> tuple[Step | None, str]:
         """The step to fill as a request wants it, or None and why the call runs stock."""
-        rule = replace(self.rule, tail=request.tail)
+        rule = self.rule if request.tail == self.rule.tail else replace(self.rule, tail=request.tail)
         step, reason = prepare(model, self.settings.layout, rule, self.signature, arguments, n_ahead)
         if step is not None and (moved := misplaced(self.resident, self.settings.fused, self.settings.layout)):
             return None, moved
