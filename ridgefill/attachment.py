@@ -786,17 +786,27 @@ def _register(model: nn.Module, attachment: Attachment) -> None:
         if attached is not None:
             attached._end(output)
 
+    def at_split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # One hook for both: it costs every call. A request may name rows where the tier selects none.
+        if not is_compiling():
+            if prefill.RUNNING.capture is not None:
+                prefill.on_split_layer(prefill.RUNNING.capture, module, args, kwargs)
+            if rows.WAITING.selection is not None:
+                rows.on_tail_layer(module, args, kwargs)
+
+    def after_rotary(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        if not is_compiling() and prefill.RUNNING.capture is not None:
+            prefill.on_rotary(prefill.RUNNING.capture, module, output)
+
     settings, handles = attachment.settings, attachment._handles
     try:
         handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
         split_layer = settings.layout.layers[settings.split]
-        on_split_layer, on_rotary = prefill.capture_hooks()
-        handles.append(split_layer.register_forward_pre_hook(on_split_layer, with_kwargs=True))
-        handles.extend(m.register_forward_hook(on_rotary) for m in settings.rotary_modules)
-        # A request may name rows where the tier selects none: the split layer's hook serves both.
-        selection = attachment.selection or rows.spans_only(settings.split)
-        handles.extend(selection.hook(settings.layout))
+        handles.append(split_layer.register_forward_pre_hook(at_split, with_kwargs=True))
+        handles.extend(m.register_forward_hook(after_rotary) for m in settings.rotary_modules)
+        if attachment.selection is not None:
+            handles.extend(attachment.selection.hook(settings.layout, hooked=settings.split))
     except BaseException:
         attachment.detach()
         raise

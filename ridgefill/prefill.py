@@ -452,28 +452,18 @@ def _true_block_inputs(settings: FillSettings, step: Step, first_row: int) -> di
     return inputs
 
 
-def capture_hooks() -> tuple[Callable[..., None], Callable[..., None]]:
-    """The split layer's forward pre-hook and the rotary modules' forward hook; both do nothing outside a `Capture`."""
-    from torch.compiler import is_compiling  # once: an import statement in a hook costs every call that does not fill
+def on_split_layer(capture: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the split layer runs: take the stream, and end the forward if the capture stops there."""
+    settings = capture.settings
+    if module is settings.layout.layers[settings.split]:
+        stream = args[0] if args else kwargs["hidden_states"]
+        layer_kwargs = {name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")}
+        if capture.stops:
+            raise StreamTaken(stream, layer_kwargs)
+        capture.stream, capture.layer_kwargs = stream, layer_kwargs
 
-    def on_split_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """During a capture on this thread, take the stream and end the forward."""
-        if is_compiling() or (capture := RUNNING.capture) is None:
-            return
-        settings = capture.settings
-        if module is settings.layout.layers[settings.split]:
-            stream = args[0] if args else kwargs["hidden_states"]
-            taken = ("hidden_states", "attention_mask")
-            layer_kwargs = {name: value for name, value in kwargs.items() if name not in taken}
-            if capture.stops:
-                raise StreamTaken(stream, layer_kwargs)
-            capture.stream, capture.layer_kwargs = stream, layer_kwargs
 
-    def on_rotary(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        """During a capture on this thread, keep the tables in call order."""
-        if is_compiling() or (capture := RUNNING.capture) is None:
-            return
-        if any(module is known for known in capture.settings.rotary_modules):
-            capture.rotary_outputs.append(output)
-
-    return on_split_layer, on_rotary
+def on_rotary(capture: Capture, module: nn.Module, output: Any) -> None:
+    """After a rotary module ran: keep the tables in call order."""
+    if any(module is known for known in capture.settings.rotary_modules):
+        capture.rotary_outputs.append(output)
