@@ -154,16 +154,29 @@ class DeviceMoments(Moments):
         products: str = "bfloat16",
         library: Library | None = None,
     ) -> None:
+        """Zero sums.
+
+        Raises:
+            FitError: ``products`` is unknown.
+            KernelError: the device has no room for them.
+        """
         if products not in ("bfloat16", "float32"):
             raise FitError(f"products {products!r}: expected bfloat16 or float32")
-        super().__init__(n_in, n_out, device)
-        self._library: Library = library or CudaLibrary(self.device)
         dtype = torch.bfloat16 if products == "bfloat16" else torch.float32
+        try:
+            super().__init__(n_in, n_out, device)
+            self._rows = torch.empty(BLOCK_ROWS, n_in + n_out, dtype=dtype, device=device)
+            self._part_xx = torch.empty(n_in, n_in, dtype=torch.float32, device=device)
+            self._part_xy = torch.empty(n_in, n_out, dtype=torch.float32, device=device)
+            self._squares = torch.zeros(n_in, dtype=torch.float64, device=device)  # of x; its matrix has them too
+        except torch.OutOfMemoryError as error:
+            needed = 12 * n_in * (n_in + n_out) / 1e9
+            raise KernelError(
+                f"moments: the sums of {n_in:,} inputs and {n_out:,} targets take {needed:.1f} GB, and {device} has no "
+                "room for them: fit fewer splits or features at once, or on the host (device 'cpu')"
+            ) from error
+        self._library: Library = library or CudaLibrary(self.device)
         self._suffix = "bf16" if products == "bfloat16" else "f32"
-        self._rows = torch.empty(BLOCK_ROWS, n_in + n_out, dtype=dtype, device=device)
-        self._part_xx = torch.empty(n_in, n_in, dtype=torch.float32, device=device)
-        self._part_xy = torch.empty(n_in, n_out, dtype=torch.float32, device=device)
-        self._squares = torch.zeros(n_in, dtype=torch.float64, device=device)  # of x; its matrix has them too
         self._blocks = 0
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:

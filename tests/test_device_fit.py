@@ -153,6 +153,15 @@ def test_what_cannot_be_solved_says_so() -> None:
         system.factor(-1.0)
 
 
+def test_sums_that_do_not_fit_name_the_host_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(KernelError, match=r"2,000 inputs and 3,000 targets take 0\.1 GB.* on the host"):
+        DeviceMoments(2000, 3000, "cpu")
+
+
 def test_memory_that_will_not_do_names_the_host_path() -> None:
     moments = device_moments(4, 2)
     moments.add(torch.randn(10, 4), torch.randn(10, 2))
