@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from family_matrix import CELLS, FILLING, HEAD, PADS, REFUSED, ROWS, SETTINGS, Cell, cells_of, inputs, page, pairwise
+from family_matrix import (
+    CELLS,
+    DTYPES,
+    FILLING,
+    HEAD,
+    PADS,
+    REFUSED,
+    ROWS,
+    SETTINGS,
+    Cell,
+    cells_of,
+    inputs,
+    page,
+    pairwise,
+)
 from family_matrix import rows_filled as filled_in
-from tiny import FAMILIES, TAIL, call, prompt, random_maps, tiny_model
+from tiny import FAMILIES, SPLIT, TAIL, call, prompt, random_maps, tiny_model
 from transformers import DynamicCache
 
 import ridgefill
-from ridgefill import _core
+from ridgefill import _core, caches
 from ridgefill.errors import UnsupportedModelError
 from ridgefill.layout import fingerprint
 
@@ -76,6 +91,19 @@ def test_a_family_fills(family: str) -> None:
 @pytest.mark.parametrize("cell", SUBSET, ids="-".join)
 def test_a_cell_is_as_the_page_has_it(cell: Cell) -> None:
     assert filled_in(cell) == cells_of(PAGE)[cell]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
+def test_a_cell_sees_keys_that_are_one_row_off(family: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_write = caches.write
+
+    def write(cache: Any, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, skipped: int) -> None:
+        real_write(cache, layer_idx, keys.roll(1, -2) if layer_idx == SPLIT + 1 else keys, values, skipped)
+
+    monkeypatch.setattr(caches, "write", write)
+    with pytest.raises(AssertionError, match="plumb differs from stock"):
+        filled_in(Cell(family, "by config", "none", dtype))
 
 
 def test_the_cells_that_are_run_hold_every_pair() -> None:
