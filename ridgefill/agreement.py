@@ -35,7 +35,7 @@ def target_rows(target: str, block_input: torch.Tensor) -> torch.Tensor:
 class HeadSums:
     """Running sums over rows, for each kv head, of exact and predicted keys (or values): float64 ``[kv_heads]`` each.
 
-    What gains come from, and how much of an error they take away.
+    What gains come from, and how much of an error they take away. They stay on the rows' device until they are read.
     """
 
     exact_norm: torch.Tensor | float = 0.0
@@ -46,7 +46,7 @@ class HeadSums:
 
     def add(self, exact: torch.Tensor, predicted: torch.Tensor) -> None:
         """Add rows ``[rows, kv_heads, head_dim]``."""
-        exact, predicted = exact.double().cpu(), predicted.double().cpu()
+        exact, predicted = exact.double(), predicted.double()
         self.exact_norm = self.exact_norm + exact.norm(dim=-1).sum(0)
         self.predicted_norm = self.predicted_norm + predicted.norm(dim=-1).sum(0)
         self.exact_square = self.exact_square + exact.square().sum((0, 2))
@@ -60,7 +60,7 @@ class HeadSums:
             "lsq": (self.product, self.predicted_square),
         }[kind]
         above, below = torch.as_tensor(above), torch.as_tensor(below)
-        return torch.where(below > 0, above / below.clamp_min(torch.finfo(torch.float64).tiny), 1.0).float()
+        return torch.where(below > 0, above / below.clamp_min(torch.finfo(torch.float64).tiny), 1.0).float().cpu()
 
     def errors(self) -> tuple[float, float]:
         """The relative Frobenius error over all heads, as predicted and with the best gain of each head."""
