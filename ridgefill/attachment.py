@@ -16,6 +16,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ridgefill import _core, caches, prefill, rows
@@ -65,7 +66,9 @@ class _Request:
 
 
 # By the attachment's id: of a thread, and of an asyncio task, its own.
-_REQUESTS: contextvars.ContextVar[dict[int, _Request]] = contextvars.ContextVar("ridgefill_requests")
+_REQUESTS: contextvars.ContextVar[Mapping[int, _Request]] = contextvars.ContextVar(
+    "ridgefill_requests", default=MappingProxyType({})
+)
 
 
 @dataclass
@@ -215,7 +218,7 @@ class Attachment:
         if spans:
             rows.check_masks(self.settings.layout)
         asked = _Request(tier or self.tier, tail or self.rule.tail, spans)
-        token = _REQUESTS.set({**_REQUESTS.get({}), id(self): asked})
+        token = _REQUESTS.set({**_REQUESTS.get(), id(self): asked})
         try:
             yield
         finally:
@@ -293,8 +296,7 @@ class Attachment:
 
     def _request(self) -> _Request:
         """What this thread's calls ask for now."""
-        asked = _REQUESTS.get(None)
-        return self._plain_request if asked is None else asked.get(id(self), self._plain_request)
+        return _REQUESTS.get().get(id(self), self._plain_request)
 
     def _prepare(
         self, model: nn.Module, arguments: dict[str, Any], request: _Request, n_ahead: int = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import LINEAR
 from torch import nn
 
 from ridgefill import _core
@@ -30,14 +31,6 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
-_LINEAR = {
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_conv_kernel_dim": 3,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 40}
@@ -100,21 +93,21 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {**_EXPERTS, "head_dim": 24}),
     ("qwen3_moe", {**_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True}),
     ("qwen3_moe", {**_EXPERTS, **_SLIDES}),
-    ("qwen3_next", {**_LINEAR, **_SHARED}),
+    ("qwen3_next", {**LINEAR, **_SHARED}),
     (
         "qwen3_next",
-        {**_LINEAR, **_SHARED, "full_attention_interval": 2, "mlp_only_layers": [0], "attention_bias": True},
+        {**LINEAR, **_SHARED, "full_attention_interval": 2, "mlp_only_layers": [0], "attention_bias": True},
     ),
-    ("qwen3_next", {**_LINEAR, **_SHARED, "layer_types": [_FULL, _STATE, _STATE, _FULL], "decoder_sparse_step": 2}),
-    ("qwen3_5_text", {**_LINEAR}),
-    ("qwen3_5_text", {**_LINEAR, "full_attention_interval": 3, "attention_bias": True, "tie_word_embeddings": True}),
-    ("qwen3_5_moe_text", {**_LINEAR, **_SHARED}),
-    ("qwen3_5_moe_text", {**_LINEAR, **_SHARED, "layer_types": [_STATE, _FULL, _FULL, _STATE]}),
-    ("qwen4_exp_text", {**_LINEAR, **_SHARED, **_INDEXER, "hc_lowrank": 12}),
+    ("qwen3_next", {**LINEAR, **_SHARED, "layer_types": [_FULL, _STATE, _STATE, _FULL], "decoder_sparse_step": 2}),
+    ("qwen3_5_text", {**LINEAR}),
+    ("qwen3_5_text", {**LINEAR, "full_attention_interval": 3, "attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_5_moe_text", {**LINEAR, **_SHARED}),
+    ("qwen3_5_moe_text", {**LINEAR, **_SHARED, "layer_types": [_STATE, _FULL, _FULL, _STATE]}),
+    ("qwen4_exp_text", {**LINEAR, **_SHARED, **_INDEXER, "hc_lowrank": 12}),
     (
         "qwen4_exp_text",
         {
-            **_LINEAR,
+            **LINEAR,
             **_SHARED,
             **_INDEXER,
             **_NGRAMS,

@@ -267,15 +267,19 @@ def cache_before(case: str, model: Any, ids: torch.Tensor) -> Any:
     return cache
 
 
+def cached_call(case: str) -> tuple[Any, RidgeMaps, torch.Tensor, int]:
+    """A model, its maps, 40 rows and the ROWS of a call after them, and how many of those 40 are in the cache."""
+    model: Any = tiny_model("llama")
+    maps = exact_scale(model, feature_maps(model, ("stream",)))
+    return model, maps, prompt(40 + ROWS), 40 if "continued" in case else 0
+
+
 @pytest.mark.parametrize("case", CACHES)
 def test_the_kernel_writes_where_the_rows_stay(
     case: str, kernels_on_host: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a launch wrote to is the cache's own tensor, head rows and all: no row is copied once it is written."""
-    model: Any = tiny_model("llama")
-    maps = exact_scale(model, feature_maps(model, ("stream",)))
-    ids = prompt(40 + ROWS)
-    first = 40 if "continued" in case else 0
+    model, maps, ids, first = cached_call(case)
     expected = cache_before(case, model, ids[:, 40 - first : 40])
     prefill(model, maps, "fused", expected, ids[:, 40:], backend="torch")
     cache, launched, kept = cache_before(case, model, ids[:, 40 - first : 40]), [], {}
@@ -312,10 +316,7 @@ def test_the_kernel_writes_where_the_rows_stay(
 def test_a_cache_written_in_place_is_given_back_after_an_exception(
     case: str, kernels_on_host: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = tiny_model("llama")
-    maps = exact_scale(model, feature_maps(model, ("stream",)))
-    ids = prompt(40 + ROWS)
-    first = 40 if "continued" in case else 0
+    model, maps, ids, first = cached_call(case)
     cache = cache_before(case, model, ids[:, 40 - first : 40])
     before = [t[:, :, :first].clone() for layer in cache.layers for t in (layer.keys, layer.values) if first]
 

@@ -79,7 +79,7 @@ _ROUTED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_LINEAR = {
+LINEAR = {
     "head_dim": 16,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
@@ -276,16 +276,16 @@ FAMILIES: dict[str, Family] = {
         refused="layers that reuse another layer's cache are not supported yet",
     ),
     "qwen3_next": Family(
-        "Qwen3NextForCausalLM", {**_LINEAR, **_SHARED_EXPERT}, "gated delta net beside attention", refused=_RECURRENT
+        "Qwen3NextForCausalLM", {**LINEAR, **_SHARED_EXPERT}, "gated delta net beside attention", refused=_RECURRENT
     ),
-    "qwen3_5": Family("Qwen3_5ForCausalLM", _LINEAR, "gated delta net beside attention", refused=_RECURRENT),
+    "qwen3_5": Family("Qwen3_5ForCausalLM", LINEAR, "gated delta net beside attention", refused=_RECURRENT),
     "qwen3_5_moe": Family(
-        "Qwen3_5MoeForCausalLM", {**_LINEAR, **_SHARED_EXPERT}, "gated delta net beside attention", refused=_RECURRENT
+        "Qwen3_5MoeForCausalLM", {**LINEAR, **_SHARED_EXPERT}, "gated delta net beside attention", refused=_RECURRENT
     ),
     "qwen4_exp": Family(
         "Qwen4ExpForCausalLM",
         {
-            **_LINEAR,
+            **LINEAR,
             **_SHARED_EXPERT,
             "hc_lowrank": 12,
             "indexer_n_heads": 2,
