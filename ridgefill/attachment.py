@@ -218,11 +218,16 @@ class Attachment:
         if spans:
             rows.check_masks(self.settings.layout)
         asked = _Request(tier or self.tier, tail or self.rule.tail, spans)
+        # A tier that selects rows has these hooks on all the time.
+        waits = spans and self.selection is None
+        handles = rows.spans_only(self.settings.split).hook(self.settings.layout) if waits else []
         token = _REQUESTS.set({**_REQUESTS.get(), id(self): asked})
         try:
             yield
         finally:
             _REQUESTS.reset(token)
+            for handle in handles:
+                handle.remove()
 
     def prefill(
         self,
@@ -321,7 +326,6 @@ class Attachment:
         """Fill an eligible call and return the arguments with which the stock forward does the tail."""
         if self._calls.current is not None:
             self._abandon()  # an interrupt ended the last call without its forward hook
-        prefill.RUNNING.capture = None
         count = step_rows(self.signature, args, kwargs)
         if count == 1:
             with self._lock:
@@ -768,7 +772,11 @@ def _tokenizer_word(tokenizer: Any, maps: RidgeMaps) -> str:
 
 
 def _register(model: nn.Module, attachment: Attachment) -> None:
-    """Hook the model; the hooks hold the attachment weakly and do nothing on a copy of the model."""
+    """Hook the model; the hooks hold the attachment weakly and do nothing on a copy of the model.
+
+    Every call pays for these two, so that layers are hooked only while a fill runs them (`prefill.Capture`), or where
+    rows are to be selected.
+    """
     from torch.compiler import is_compiling
 
     reference = weakref.ref(attachment)
@@ -788,27 +796,12 @@ def _register(model: nn.Module, attachment: Attachment) -> None:
         if attached is not None:
             attached._end(output)
 
-    def at_split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # One hook for both: it costs every call. A request may name rows where the tier selects none.
-        if not is_compiling():
-            if prefill.RUNNING.capture is not None:
-                prefill.on_split_layer(prefill.RUNNING.capture, module, args, kwargs)
-            if rows.WAITING.selection is not None:
-                rows.on_tail_layer(module, args, kwargs)
-
-    def after_rotary(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        if not is_compiling() and prefill.RUNNING.capture is not None:
-            prefill.on_rotary(prefill.RUNNING.capture, module, output)
-
-    settings, handles = attachment.settings, attachment._handles
+    handles = attachment._handles
     try:
         handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
-        split_layer = settings.layout.layers[settings.split]
-        handles.append(split_layer.register_forward_pre_hook(at_split, with_kwargs=True))
-        handles.extend(m.register_forward_hook(after_rotary) for m in settings.rotary_modules)
         if attachment.selection is not None:
-            handles.extend(attachment.selection.hook(settings.layout, hooked=settings.split))
+            handles.extend(attachment.selection.hook(attachment.settings.layout))
     except BaseException:
         attachment.detach()
         raise

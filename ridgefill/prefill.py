@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
     from transformers import Cache
 
     from ridgefill.epilogue import EpilogueLayer
@@ -89,17 +90,16 @@ class StreamTaken(Exception):
         self.stream, self.layer_kwargs = stream, layer_kwargs
 
 
-class _Running(threading.local):
-    """The capture under way on this thread, if any: two threads may generate on one model."""
-
-    capture: Capture | None = None
-
-
-RUNNING = _Running()
-
-
 class Capture:
-    """What the hooks record while the base model runs on this thread; the split layer ends the pass if it ``stops``."""
+    """Records what the base model does on this thread while the ``with`` block runs it.
+
+    Its hooks are on the model for only so long: a call that fills nothing does not meet them. Another thread's forward
+    passes by them: two threads may generate on one model.
+
+    Args:
+        settings: the attachment's choices.
+        stops: whether the split layer ends the forward, by `StreamTaken`, which carries what it was given.
+    """
 
     def __init__(self, settings: FillSettings, *, stops: bool = True) -> None:
         self.settings = settings
@@ -107,14 +107,34 @@ class Capture:
         # Of a pass that does not stop: the split layer's block input [batch, rows, d], and what else it was given.
         self.stream: torch.Tensor | None = None
         self.layer_kwargs: dict[str, Any] = {}
-        self.rotary_outputs: list[Any] = []
+        self.rotary_outputs: list[Any] = []  # the rotary modules' tables, in call order
+        self._handles: list[RemovableHandle] = []
+        self._thread: int | None = None
 
     def __enter__(self) -> Capture:
-        RUNNING.capture = self
+        split_layer = self.settings.layout.layers[self.settings.split]
+        self._handles.append(split_layer.register_forward_pre_hook(self._on_split_layer, with_kwargs=True))
+        self._handles.extend(m.register_forward_hook(self._on_rotary) for m in self.settings.rotary_modules)
+        self._thread = threading.get_ident()
         return self
 
     def __exit__(self, *_: object) -> None:
-        RUNNING.capture = None
+        self._thread = None
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _on_split_layer(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        stream = args[0] if args else kwargs["hidden_states"]
+        layer_kwargs = {name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")}
+        if self.stops:
+            raise StreamTaken(stream, layer_kwargs)
+        self.stream, self.layer_kwargs = stream, layer_kwargs
+
+    def _on_rotary(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.rotary_outputs.append(output)
 
 
 @dataclass(frozen=True)
@@ -450,20 +470,3 @@ def _true_block_inputs(settings: FillSettings, step: Step, first_row: int) -> di
         for handle in handles:
             handle.remove()
     return inputs
-
-
-def on_split_layer(capture: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the split layer runs: take the stream, and end the forward if the capture stops there."""
-    settings = capture.settings
-    if module is settings.layout.layers[settings.split]:
-        stream = args[0] if args else kwargs["hidden_states"]
-        layer_kwargs = {name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")}
-        if capture.stops:
-            raise StreamTaken(stream, layer_kwargs)
-        capture.stream, capture.layer_kwargs = stream, layer_kwargs
-
-
-def on_rotary(capture: Capture, module: nn.Module, output: Any) -> None:
-    """After a rotary module ran: keep the tables in call order."""
-    if any(module is known for known in capture.settings.rotary_modules):
-        capture.rotary_outputs.append(output)

@@ -201,10 +201,10 @@ class SelectionSettings:
     readers: dict[int, QueryReader]  # by full-attention layer: the nearest ones up to each gate, and all above
     drop_unselected: bool = False  # control: selected rows do not see the filled ones (FastKV, arXiv 2502.01068)
 
-    def hook(self, layout: DecoderLayout, *, hooked: int | None = None) -> list[RemovableHandle]:
-        """Hook the gates, and the layers below them whose queries are read; the layer ``hooked`` has a hook already."""
+    def hook(self, layout: DecoderLayout) -> list[RemovableHandle]:
+        """Hook the gates, and the layers below them whose queries are read."""
         splits = [gate.split for gate in self.gates]
-        layers = [layout.layers[i] for i in sorted({*self.readers, *splits} - {hooked}) if i <= splits[-1]]
+        layers = [layout.layers[i] for i in sorted({*self.readers, *splits}) if i <= splits[-1]]
         return [layer.register_forward_pre_hook(on_tail_layer, with_kwargs=True) for layer in layers]
 
 
