@@ -1,0 +1,184 @@
+"""Which scorer serves both: KL of the tail and needles, for each way to rank the bulk's rows, at one budget.
+
+    python benches/scorers.py MAPS [--splits 20,15] [--share 0.1] [--windows 12] [--needles 24] [--journal FILE]
+
+Every scorer ranks the same rows of the same prompts. KL is on held-out windows of 2,048 tokens with a tail of 256,
+beside the same fill without a selected row; needles are prompts of 1,024 tokens with a tail of 128, beside stock and
+the share of the needle's own rows that ran exactly. A scorer that is better for one alone is no default. Finished
+prompts are kept in the journal: the same command goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from needles import numbers
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ridgefill.demo import KINDS, model_folder
+from ridgefill.errors import RidgeFillError
+from ridgefill.evaluate.journal import Journal
+from ridgefill.evaluate.needle import Filler, Item, build_items, greedy_answer, is_right
+from ridgefill.evaluate.quality import PairedPrompt, Variants, Window, held_out_windows, score_tail, unseen_texts
+from ridgefill.evaluate.report import machine_line
+from ridgefill.evaluate.stats import ratio_interval
+from ridgefill.maps import RidgeMaps
+from ridgefill.scorers import AttentionScorer, RandomScorer, RowScorer
+
+WINDOW_TOKENS, WINDOW_TAIL = 2048, 256
+NEEDLE_TOKENS, NEEDLE_TAIL = 1024, 128
+HEAD = 4
+
+
+def scorers() -> dict[str, RowScorer]:
+    """By name, every scorer that is compared; the control first."""
+    found: dict[str, RowScorer] = {"random": RandomScorer()}
+    for predicted, (last_queries, last_part), pool_rows in itertools.product(
+        (False, True), ((32, 0.0), (16, 0.25), (32, 0.25), (32, 0.5)), (1, 7, 15)
+    ):
+        layers = "both" if predicted else "exact"
+        found[f"{layers}, {last_part:.0%} to the last {last_queries}, pool {pool_rows}"] = AttentionScorer(
+            predicted=predicted, last_queries=last_queries, last_part=last_part, pool_rows=pool_rows
+        )
+    return found
+
+
+def score_window(
+    variants: Variants, window: Window, splits: Sequence[int], share: float, wanted: dict[str, RowScorer]
+) -> Iterator[dict[str, Any]]:
+    """The KL of each scorer's selection, and of no selection (scorer ``none``)."""
+    prompt = PairedPrompt(variants, window.ids, tail=WINDOW_TAIL, head=HEAD, splits=splits)
+    for split in splits:
+        yield {"split": split, "scorer": "none", "kl": prompt.score(split, "fill").kl}
+        for name, scorer in wanted.items():
+            with prompt.variant(split, "quality", share=share, scorer=scorer) as filled:
+                score = score_tail(prompt.stock, filled.logits, window.ids, rows_filled=filled.rows_filled)
+            if not score.rows_filled:
+                raise RidgeFillError(f"{window.name}, {name}: no row was filled")
+            yield {
+                "split": split,
+                "scorer": name,
+                "kl": score.kl,
+                "rows_filled": score.rows_filled,
+                "rows_selected": len(filled.selected),
+            }
+
+
+def score_needle(
+    variants: Variants,
+    tokenizer: Any,
+    item: Item,
+    splits: Sequence[int],
+    share: float,
+    wanted: dict[str, RowScorer],
+) -> Iterator[dict[str, Any]]:
+    """Whether stock, the fill alone and each scorer's selection find the needle, and its rows that ran exactly."""
+    prompt = PairedPrompt(variants, item.ids, tail=NEEDLE_TAIL, head=item.head, splits=splits)
+    first, last = item.rows
+    columns: list[tuple[int, str, str, RowScorer | None]] = [(0, "stock", "stock", None)]
+    for split in splits:
+        columns += [(split, "none", "fill", None), *((split, name, "quality", s) for name, s in wanted.items())]
+    for split, name, variant, scorer in columns:
+        with prompt.variant(split, variant, share=share, scorer=scorer) as filled:
+            answer = greedy_answer(variants.model, tokenizer, filled, item.expected)
+        selected = float(((filled.selected >= first) & (filled.selected < last)).sum()) / (last - first)
+        right = is_right(answer, item.expected)
+        yield {"split": split, "scorer": name, "right": right, "selected": selected, "answer": answer}
+
+
+def print_table(console: Console, split: int, done: dict[str, list[dict[str, Any]]], names: Sequence[str]) -> None:
+    """One split's scorers, with the KL left of the fill alone, 95% by window, and the needles beside."""
+
+    def values(prefix: str, name: str, field: str, of: int = split) -> list[float]:
+        lines = (line for item, found in done.items() if item.startswith(prefix) for line in found)
+        return [line[field] for line in lines if (line["split"], line["scorer"]) == (of, name)]
+
+    plain, stock = values("window", "none", "kl"), values("needle", "stock", "right", 0)
+    table = Table(
+        title=f"S={split}: fill alone KL {statistics.mean(plain):.4f} ({len(plain)} windows), needles "
+        f"{sum(values('needle', 'none', 'right')):.0f}, stock {sum(stock):.0f} of {len(stock)}"
+    )
+    for heading in ("scorer", "KL / fill's", "needles", "needle's rows exact"):
+        table.add_column(heading, justify="left" if heading == "scorer" else "right", no_wrap=True)
+    for name in names:
+        ratio = ratio_interval(values("window", name, "kl"), plain)
+        right, selected = values("needle", name, "right"), values("needle", name, "selected")
+        shown = (f"{sum(right):.0f}", f"{statistics.mean(selected):.2f}") if right else ("", "")
+        table.add_row(name, f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]", *shown)
+    console.print(table)
+
+
+@click.command(help=__doc__)
+@click.argument("maps", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--model", "folder", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2-135M]")
+@click.option("--splits", default="20,15", show_default=True, callback=numbers(int))
+@click.option("--share", default=0.1, show_default=True)
+@click.option("--windows", default=12, type=click.IntRange(min=3), show_default=True, help="Of all kinds together.")
+@click.option("--needles", default=24, type=click.IntRange(min=2), show_default=True)
+@click.option("--only", multiple=True, help="Scorers, by a part of their name.")
+@click.option("--threads", type=int)
+@click.option("--journal", "journal_path", default="scorers.jsonl", show_default=True, type=click.Path(path_type=Path))
+def main(
+    maps: Path,
+    folder: Path | None,
+    splits: tuple[int, ...],
+    share: float,
+    windows: int,
+    needles: int,
+    only: tuple[str, ...],
+    threads: int | None,
+    journal_path: Path,
+) -> None:
+    """Run the whole table (see the module's docstring)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    wanted = {name: s for name, s in scorers().items() if not only or any(part in name for part in only)}
+    if not wanted:
+        raise click.BadParameter(f"--only {list(only)} names none of {list(scorers())}")
+    folder = folder or model_folder("smollm2-135m")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    loaded = RidgeMaps.load(maps)
+    configuration = {
+        "maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(),
+        "splits": splits,
+        "share": share,
+        "windows": windows,
+        "needles": needles,
+        "scorers": list(wanted),
+    }
+    journal = Journal(journal_path, configuration)
+    variants = Variants(model, loaded)
+    texts = held_out_windows(tokenizer, tokens=WINDOW_TOKENS, per_kind=-(-windows // len(KINDS)))[:windows]
+    filler = Filler(tokenizer, unseen_texts(loaded))
+    items = build_items(tokenizer, filler, tokens=NEEDLE_TOKENS, tail=NEEDLE_TAIL, count=needles, head=HEAD)
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=len(texts) + len(items), completed=len(journal.done))
+        for window in texts:
+            if (name := f"window {window.name}") not in journal.done:
+                journal.add(name, list(score_window(variants, window, splits, share, wanted)))
+                bar.advance(task)
+        for item in items:
+            if (name := f"needle {item.name}") not in journal.done:
+                journal.add(name, list(score_needle(variants, tokenizer, item, splits, share, wanted)))
+                bar.advance(task)
+    console = Console(width=120)
+    for split in splits:
+        print_table(console, split, journal.done, list(wanted))
+    console.print(f"{json.dumps(configuration)}\n{machine_line()}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
