@@ -24,7 +24,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 
 CORE := Cargo.toml Cargo.lock pyproject.toml $(shell find rust cuda -type f 2>/dev/null)
 
-.PHONY: help setup test test-slow lint demo families package clean
+.PHONY: help setup test test-versions test-slow lint demo families package clean
 help:
 	@sed -n '1,3s/^# //p' Makefile
 
@@ -59,6 +59,19 @@ test: lint
 	cargo test --locked
 	# A file at a time in each process: models are loaded once, and the tests of a file keep their order.
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile --durations 20
+
+# The tests that meet transformers most, under the oldest release that is supported and one between; `make test` has the
+# newest. Everything else is the environment of `make test`.
+TRANSFORMERS := 5.16.1 5.20.0
+VERSION_TESTS := tests/test_families.py tests/test_prefill.py tests/test_attach.py tests/test_calls.py
+test-versions: setup
+	for version in $(TRANSFORMERS); do \
+	  folder=build/transformers-$$version; \
+	  test -e $$folder/.installed || { $(INSTALL) --target $$folder transformers==$$version && touch $$folder/.installed; }; \
+	  echo "transformers $$version"; \
+	  PYTHONPATH=$(abspath build)/transformers-$$version \
+	    $(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist load $(VERSION_TESTS); \
+	done
 
 # What takes minutes: more real weights, a whole demonstration, and the quality bars.
 test-slow: setup

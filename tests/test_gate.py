@@ -76,7 +76,7 @@ def test_maps_that_remember_pass_and_their_controls_fail(runs: dict[str, GateRun
     assert needles["outside"] == {"items": 4, "right": 4}
     assert result["rows_filled"] == TOKENS - TAIL - 4
     assert {(c["control"], c["failed"]) for c in document["controls"]} == {("swapped", True), ("head=0", True)}
-    assert document["stock_accuracy"] == {TOKENS: 1.0}
+    assert document["stock_accuracy"] == [{"tokens": TOKENS, "needles": 1, "right": 1.0}]
     # The stream handed on is what these maps predict; late layers without the bulk know nothing.
     kl = {entry["name"]: entry["whole tail"]["kl"]["estimate"] for entry in document["baselines"]}
     assert kl["identity"] < 1e-3 < kl["no bulk"]

@@ -23,13 +23,14 @@ from ridgefill.evaluate.needle import (
     Filler,
     Item,
     Setting,
+    StockAccuracy,
     answer_item,
     build_items,
     cell,
     disagreements,
     heat_map,
     is_right,
-    usable_lengths,
+    usable_prompts,
 )
 from ridgefill.evaluate.quality import Variants
 from ridgefill.evaluate.stats import (
@@ -204,14 +205,26 @@ def test_the_fill_that_is_scored_is_the_fill_that_attach_runs(model: Any) -> Non
 
 def test_lengths_where_stock_itself_fails_are_not_used(model: Any) -> None:
     variants, tokenizer = Variants(model, recall_maps(model)), word_tokenizer()
+    found = items(count=3, controls=0, needles=(1,), tokens=80)
+    lost = [replace(item, expected="nothing") for item in items(count=3, controls=0, needles=(1,), tokens=120)]
+    several = [
+        replace(item, expected="nothing", needles=2) for item in items(count=3, controls=0, needles=(1,), tokens=80)
+    ]
+    assert usable_prompts(variants, tokenizer, [*lost, *several, *found], tail=TAIL) == [StockAccuracy(80, 1, 1.0)]
+    with pytest.raises(RidgeFillError, match="0% of 120 tokens with 1 needles, 0% of 80 tokens with 2 needles"):
+        usable_prompts(variants, tokenizer, [*lost, *several], tail=TAIL)
 
-    def items_of(tokens: int) -> list[Item]:
-        found = items(count=3, controls=0, tokens=tokens)
-        return [replace(item, expected="nothing") for item in found] if tokens > 100 else found
 
-    assert usable_lengths(variants, tokenizer, items_of, (80, 120), tail=TAIL) == {80: 1.0}
-    with pytest.raises(RidgeFillError, match="0% at 120"):
-        usable_lengths(variants, tokenizer, items_of, (120,), tail=TAIL)
+def test_the_keys_of_a_prompt_share_no_word() -> None:
+    wording = replace(WORDING, keys=("key1 first1", "key2 first1", "key1 first2", "key3 first3"))
+    for item in items(count=12, controls=0, needles=(2,), wordings=[wording]):
+        text = word_tokenizer().decode(item.ids[0])
+        told = {key for key in wording.keys if text.count(key)}
+        assert len(told) == 2
+        first, second = (set(key.split()) for key in told)
+        assert not first & second
+    with pytest.raises(RidgeFillError, match=r"4 needles in a prompt: this wording has [23] keys"):
+        items(needles=(4,), wordings=[wording])
 
 
 def test_a_table_without_its_answers_is_an_error(model: Any) -> None:

@@ -40,7 +40,7 @@ _PHASES = {
     "solve": "solving splits",
     "held-out": "measuring held-out windows",
     "choose": "choosing features and gains",
-    "lengths": "asking the stock model",
+    "stock": "asking the stock model",
     "needles": "needles",
     "distance": "far-dependent tokens, controls",
     "splice": "splices",
@@ -307,11 +307,13 @@ def _parse_seconds(_: click.Context, __: click.Parameter, value: str) -> float:
     default="1024,2048",
     callback=_parse_numbers,
     show_default=True,
-    help="Prompt lengths; those are used at which the model itself finds 90% of the needles.",
+    help="Prompt lengths; those are used at which the model itself answers 90% of a sample.",
 )
 @click.option("--tail", default=512, show_default=True, help="The last rows that stay exact, as in attach.")
 @click.option("--share", default=0.1, show_default=True, help="The part of the bulk that tier quality runs exactly.")
-@click.option("--items", default=96, type=click.IntRange(min=8), show_default=True, help="Needles of each length.")
+@click.option(
+    "--items", default=96, type=click.IntRange(min=8), show_default=True, help="Of each length and number of needles."
+)
 @click.option("--documents", default=12, type=click.IntRange(min=3), show_default=True, help="Texts whose loss counts.")
 @click.option(
     "--budget",

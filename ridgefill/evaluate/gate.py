@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from ridgefill.evaluate.needle import (
     cell,
     disagreements,
     heat_map,
-    usable_lengths,
+    usable_prompts,
 )
 from ridgefill.evaluate.quality import SHARE, Variants, Window, held_out_windows, unseen_texts
 from ridgefill.evaluate.report import machine
@@ -57,7 +58,7 @@ CONTROLS = {"swapped": "speed", "head=0": "speed", "random rows": "quality"}
 BASELINES = ("identity", "no bulk", "drop")
 # Parts of the budget at which a line ends, once it has its least number of prompts.
 _NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.5, 0.8, 0.95
-_LEAST_ITEMS, _LEAST_DOCUMENTS, _LENGTH_PROBES = 8, 3, 8
+_LEAST_ITEMS, _LEAST_DOCUMENTS, _STOCK_PROBES = 8, 3, 10
 _SPLICE_PROMPTS, _SPLICE_TAIL = 2, 64
 _TIMED_ROUNDS, _DECODED_TOKENS = 3, 16
 
@@ -79,9 +80,11 @@ class GateSettings:
     Attributes:
         splits: split layers, each with maps in the file.
         tiers: of ``speed`` and ``quality``.
-        lengths: prompt lengths in tokens; those are used at which the stock model finds 90% of the needles.
+        lengths: prompt lengths in tokens.
+        needles: how many needles a prompt holds, one of them asked for. Lengths and numbers are used at which the stock
+            model answers 90%: small models mix up several.
         tail, head, min_bulk, share: as `attach` takes them.
-        items: needle prompts of each length, and an eighth more as controls outside the bulk.
+        items: prompts of each length and number of needles, and an eighth more as controls outside the bulk.
         documents: texts of the distance line.
         budget_seconds: about the time it may take; fewer prompts are run where they do not fit.
     """
@@ -89,6 +92,7 @@ class GateSettings:
     splits: tuple[int, ...]
     tiers: tuple[str, ...] = ("speed", "quality")
     lengths: tuple[int, ...] = (1024, 2048)
+    needles: tuple[int, ...] = (1, 4)
     tail: int = 512
     head: int = 4
     min_bulk: int = 256
@@ -126,10 +130,9 @@ def standard_material(tokenizer: Any, maps: RidgeMaps, settings: GateSettings) -
     filler = Filler(tokenizer, unseen_texts(maps))
 
     def items(tokens: int) -> list[Item]:
-        options: dict[str, Any] = {"tail": settings.tail, "head": settings.head, "seed": tokens}
-        return build_items(
-            tokenizer, filler, tokens=tokens, count=settings.items, controls=settings.items // 8, **options
-        )
+        count = settings.items * len(settings.needles)
+        options: dict[str, Any] = {"tail": settings.tail, "head": settings.head, "needles": settings.needles}
+        return build_items(tokenizer, filler, tokens=tokens, count=count, controls=count // 8, seed=tokens, **options)
 
     def documents(tokens: int) -> list[Window]:
         found: list[Window] = []
@@ -177,19 +180,19 @@ def run_gate(
 
     material = material or standard_material(tokenizer, maps, settings)
     variants = Variants(model, maps)
-    # Needles: stock first, at every length.
-    items = {length: list(material.items(length)) for length in settings.lengths}
-    progress("lengths", 0, len(settings.lengths))
-    usable = usable_lengths(
-        variants,
-        tokenizer,
-        lambda length: _spread(items[length])[:_LENGTH_PROBES],
-        settings.lengths,
-        tail=settings.tail,
-    )
+    # Needles: stock first, at every length and with every number of them.
+    groups: dict[tuple[int, int], list[Item]] = {}
+    for length in settings.lengths:
+        for item in material.items(length):
+            groups.setdefault((length, item.needles), []).append(item)
+    groups = {group: _spread(items) for group, items in groups.items()}
+    progress("stock", 0, None)
+    sample = [item for items in groups.values() for item in items[:_STOCK_PROBES]]
+    usable = usable_prompts(variants, tokenizer, sample, tail=settings.tail)
     columns = [Setting(s, VARIANT_OF[t], _share(settings, t)) for s in settings.splits for t in settings.tiers]
     # Lengths take turns, and depths are spread, so that a budget that ends early has seen all of both.
-    queue = [item for turn in zip(*(_spread(items[length]) for length in usable), strict=True) for item in turn]
+    turns = zip_longest(*(groups[group.tokens, group.needles] for group in usable))
+    queue = [item for turn in turns for item in turn if item is not None]
     answers: list[Answer] = []
     for number, item in enumerate(queue):
         if number >= _LEAST_ITEMS * len(usable) and spent() > _NEEDLES_UNTIL:
@@ -197,7 +200,7 @@ def run_gate(
         progress("needles", number, len(queue))
         answers += answer_item(variants, tokenizer, item, columns, tail=settings.tail)
     # Distance, and the controls on the same texts.
-    longest = max(usable)
+    longest = max(group.tokens for group in usable)
     documents = list(material.documents(longest))
     if len(documents) < _LEAST_DOCUMENTS:
         raise RidgeFillError(
@@ -233,7 +236,7 @@ def run_gate(
         "baselines": [_baseline(scores, split, name) for split in settings.splits for name in BASELINES],
         "splices": splices,
         "cost": cost,
-        "stock_accuracy": usable,
+        "stock_accuracy": [asdict(group) for group in usable],
         "needle_items": len({answer.item for answer in answers}),
         "least_lost_needles": minimum_detectable_losses(),
         "documents": len({score.document for score in scores}),
@@ -424,7 +427,7 @@ def map_file_entry(document: dict[str, Any]) -> dict[str, Any]:
     return {
         "verdicts": [{name: r[name] for name in ("split", "tier", "verdict", "reasons")} for r in document["results"]],
         "settings": {name: settings[name] for name in ("tail", "head", "share", "limits")},
-        "lengths": sorted(document["stock_accuracy"]),
+        "lengths": sorted({group["tokens"] for group in document["stock_accuracy"]}),
         "dtype": document["dtype"],
         "results": [
             {

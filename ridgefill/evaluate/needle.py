@@ -43,7 +43,7 @@ class Wording:
         sentences: ways to state the fact.
         questions: ways to ask for it, in other words.
         primer: the answer's beginning, given to the model so that a small one answers in a form that can be compared.
-        keys: what facts are about; no prompt uses one twice.
+        keys: what facts are about; those of one prompt share no word.
         value: draws an answer.
     """
 
@@ -101,16 +101,16 @@ WORDINGS = (
     Wording(
         "words",
         (
-            "The password for the {key} is {value}.",
-            "Remember that the password of the {key} is {value}.",
-            "For the {key}, the password is {value}.",
+            'The password for the {key} is "{value}".',
+            'Remember that the password of the {key} is "{value}".',
+            'For the {key}, the password is "{value}".',
         ),
         (
             "Which words open the {key}?",
-            "What has to be said at the {key}?",
+            "What must a visitor of the {key} say?",
             "What is the secret phrase that belongs to the {key}?",
         ),
-        "The password for the {key} is",
+        'The password for the {key} is "',  # quoted, or a small model begins to talk about it
         _KEYS,
         _phrase,
     ),
@@ -208,7 +208,8 @@ def build_items(
     prompt is assembled in ids to exactly ``tokens``, through the chat template if the tokenizer has one.
 
     Raises:
-        RidgeFillError: question and primer do not fit the tail, or the needles the bulk; the filler is used up.
+        RidgeFillError: question and primer do not fit the tail, or the needles the bulk; a wording has too few keys
+            that share no word; the filler is used up.
     """
     draw, items = random.Random(seed), []
     for number in range(count + controls):
@@ -217,7 +218,7 @@ def build_items(
         place, depth = "bulk", number / max(1, count - 1)
         if number >= count:
             place = ("head", "tail")[number % 2]
-        keys = draw.sample(wording.keys, several)
+        keys = _distinct_keys(draw.sample(wording.keys, len(wording.keys)), several)
         values: list[str] = []
         while len(values) < several:
             if (value := wording.value(draw)) not in values:
@@ -251,6 +252,17 @@ def build_items(
             )
         )
     return items
+
+
+def _distinct_keys(keys: Sequence[str], count: int) -> list[str]:
+    """The first ``count`` keys of which no two share a word: small models mix those up."""
+    kept: list[str] = []
+    for key in keys:
+        if len(kept) < count and not any(set(key.split()) & set(other.split()) for other in kept):
+            kept.append(key)
+    if len(kept) < count:
+        raise RidgeFillError(f"{count} needles in a prompt: this wording has {len(kept)} keys that share no word")
+    return kept
 
 
 def _frame(tokenizer: Any, question: str, primer: str) -> tuple[list[int], list[int]]:
@@ -515,30 +527,33 @@ def disagreements(answers: Sequence[Answer], setting: Setting) -> list[dict[str,
     ]
 
 
-def usable_lengths(
-    variants: Variants,
-    tokenizer: Any,
-    items_of: Callable[[int], Sequence[Item]],
-    lengths: Sequence[int],
-    *,
-    tail: int,
-) -> dict[int, float]:
-    """Return stock's share of right answers at each length, where it reaches `LEAST_STOCK_ACCURACY`.
+@dataclass(frozen=True)
+class StockAccuracy:
+    """How often the stock model itself answers prompts of one length with so many needles: a share of 1."""
 
-    A fill cannot lose what the model itself cannot find. ``items_of`` gives the items that are tried at a length.
+    tokens: int
+    needles: int
+    right: float
+
+
+def usable_prompts(variants: Variants, tokenizer: Any, sample: Sequence[Item], *, tail: int) -> list[StockAccuracy]:
+    """Return the lengths and numbers of needles at which stock reaches `LEAST_STOCK_ACCURACY` of a sample.
+
+    A fill cannot lose what the model itself cannot find.
 
     Raises:
-        RidgeFillError: no length is usable.
+        RidgeFillError: none is usable.
     """
-    tried = {}
-    for length in lengths:
-        answers = [next(answer_item(variants, tokenizer, item, (), tail=tail)) for item in items_of(length)]
-        tried[length] = sum(answer.right for answer in answers) / len(answers)
-    usable = {length: share for length, share in tried.items() if share >= LEAST_STOCK_ACCURACY}
+    right: dict[tuple[int, int], list[bool]] = {}
+    for item in sample:
+        answer = next(answer_item(variants, tokenizer, item, (), tail=tail))
+        right.setdefault((answer.tokens, answer.needles), []).append(answer.right)
+    found = [StockAccuracy(*group, sum(answers) / len(answers)) for group, answers in right.items()]
+    usable = [group for group in found if group.right >= LEAST_STOCK_ACCURACY]
     if not usable:
-        shown = ", ".join(f"{share:.0%} at {length:,}" for length, share in tried.items())
+        shown = ", ".join(f"{g.right:.0%} of {g.tokens:,} tokens with {g.needles} needles" for g in found)
         raise RidgeFillError(
-            f"the stock model answers {shown} tokens; needles say something of a fill from {LEAST_STOCK_ACCURACY:.0%}: "
-            "name shorter lengths"
+            f"the stock model answers {shown}; needles say something of a fill from {LEAST_STOCK_ACCURACY:.0%}: name "
+            "shorter lengths"
         )
     return usable

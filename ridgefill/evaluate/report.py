@@ -105,8 +105,9 @@ def page(document: dict[str, Any]) -> str:
         f"<p>{show('needle_items')} prompts with needles, {show('documents')} texts, {show('seconds', '.0f')} s. Stock "
         "finds "
         + ", ".join(
-            f"{show(f'stock_accuracy.{length}', '.0%')} of a sample of the needles at {int(length):,} tokens"
-            for length in document["stock_accuracy"]
+            f"{show(f'stock_accuracy.{number}.right', '.0%')} of a sample of {group['tokens']:,} tokens with "
+            f"{group['needles']} needle{'s' if group['needles'] > 1 else ''}"
+            for number, group in enumerate(document["stock_accuracy"])
         )
         + f". Fewer than {show('least_lost_needles')} lost needles of a cell cannot be told from chance.</p>",
         "<h2>Verdict</h2>",
