@@ -2,7 +2,7 @@
 
     python benches/needles.py MAPS [--per-cell 48] [--lengths 1024,2048] [--splits 10,15,20] [--journal needles.jsonl]
 
-Each prompt holds one needle or four, one of them asked for in its last lines; stock and all columns answer the same
+Each prompt holds a needle (or ``--needles`` of them, one asked for) and a question in its last lines; stock and all columns answer the same
 prompts. ``filled`` selects no row; ``random`` and ``attention`` (tier quality) run a share of the bulk exactly, and so
 does ``drop``, which hides the other rows from the late layers instead of filling them; ``oracle`` runs the needle's own
 rows. A cell shows right answers, and the mean share of the needle's rows that ran exactly. Finished prompts are kept in
@@ -49,13 +49,13 @@ def settings_of(splits: Sequence[int], shares: Sequence[float]) -> list[Setting]
     return found
 
 
-def build(tokenizer: Any, maps: RidgeMaps, lengths: Sequence[int], per_cell: int, tail: int, head: int) -> list[Item]:
+def build(tokenizer: Any, maps: RidgeMaps, lengths: Sequence[int], per_cell: int, **options: Any) -> list[Item]:
     """The prompts of all lengths, from text that these maps never saw, the same ones in every run."""
     filler = Filler(tokenizer, unseen_texts(maps))
     return [
         item
         for number, length in enumerate(lengths)
-        for item in build_items(tokenizer, filler, tokens=length, tail=tail, count=per_cell, head=head, seed=number)
+        for item in build_items(tokenizer, filler, tokens=length, count=per_cell, seed=number, **options)
     ]
 
 
@@ -105,6 +105,7 @@ def numbers(kind: type) -> Any:
 @click.option("--shares", default="0,0.05,0.1,0.2", show_default=True, callback=numbers(float))
 @click.option("--lengths", default="1024,2048", show_default=True, callback=numbers(int))
 @click.option("--per-cell", default=48, type=click.IntRange(min=2), show_default=True, help="Prompts of each length.")
+@click.option("--needles", default="1", show_default=True, callback=numbers(int), help="In turn, of a prompt.")
 @click.option("--tail", default=128, show_default=True)
 @click.option("--head", default=4, show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
@@ -117,6 +118,7 @@ def main(
     shares: tuple[float, ...],
     lengths: tuple[int, ...],
     per_cell: int,
+    needles: tuple[int, ...],
     tail: int,
     head: int,
     dtype: str,
@@ -140,12 +142,13 @@ def main(
         "settings": [dataclasses.astuple(setting) for setting in settings],
         "lengths": lengths,
         "per_cell": per_cell,
+        "needles": needles,
         "tail": tail,
         "head": head,
         "dtype": dtype,
     }
     journal = Journal(journal_path, configuration)
-    items = build(tokenizer, loaded, lengths, per_cell, tail, head)
+    items = build(tokenizer, loaded, lengths, per_cell, tail=tail, head=head, needles=needles)
     variants = Variants(model, loaded)
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("prompts", total=len(items), completed=len(journal.done))

@@ -163,7 +163,8 @@ def main(
     variants = Variants(model, loaded)
     texts = held_out_windows(tokenizer, tokens=WINDOW_TOKENS, per_kind=-(-windows // len(KINDS)))[:windows]
     filler = Filler(tokenizer, unseen_texts(loaded))
-    items = build_items(tokenizer, filler, tokens=NEEDLE_TOKENS, tail=NEEDLE_TAIL, count=needles, head=HEAD)
+    options: dict[str, Any] = {"tail": NEEDLE_TAIL, "head": HEAD, "needles": (1,)}  # small models mix up several
+    items = build_items(tokenizer, filler, tokens=NEEDLE_TOKENS, count=needles, **options)
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("prompts", total=len(texts) + len(items), completed=len(journal.done))
         for window in texts:
