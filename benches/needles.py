@@ -2,11 +2,12 @@
 
     python benches/needles.py MAPS [--per-cell 48] [--lengths 1024,2048] [--splits 10,15,20] [--journal needles.jsonl]
 
-Each prompt holds a needle (or ``--needles`` of them, one asked for) and a question in its last lines; stock and all columns answer the same
-prompts. ``filled`` selects no row; ``random`` and ``attention`` (tier quality) run a share of the bulk exactly, and so
-does ``drop``, which hides the other rows from the late layers instead of filling them; ``oracle`` runs the needle's own
-rows. A cell shows right answers, and the mean share of the needle's rows that ran exactly. Finished prompts are kept in
-the journal: the same command goes on where it was interrupted. Exits with 1 when a bar of issue 5 is missed.
+Each prompt holds a needle (or ``--needles`` of them, one asked for), and the question in its last lines; stock and all
+columns answer the same prompts. ``filled`` selects no row; ``random`` and ``attention`` (tier quality) run a share of
+the bulk exactly, and so does ``drop``, which hides the other rows from the late layers instead of filling them;
+``oracle`` runs the needle's own rows. A cell shows right answers, and the mean share of the needle's rows that ran
+exactly. Finished prompts are kept in the journal: the same command goes on where it was interrupted. Exits with 1 when
+a bar of issue 5 is missed.
 """
 
 from __future__ import annotations
