@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,31 @@ def refusal(cache: Cache, layout: DecoderLayout) -> str | None:
     sliding_lengths = {int(layer.get_seq_length()) for layer in layers if layer.is_sliding}
     if len(sliding_lengths) > 1:
         return f"the cache's sliding layers differ in length: {sorted(sliding_lengths)}"
+    if any(getattr(layer, "record_past", False) for layer in layers) and not past_fits_masks():
+        return (
+            "the cache's sliding layers record their past (assisted decoding), and this release of transformers then "
+            "makes masks that are too short for a second call"
+        )
     return None
+
+
+@functools.cache
+def past_fits_masks() -> bool:
+    """Whether a sliding layer that records its past returns as many rows as it tells masks to have.
+
+    Assisted decoding records the past, so that guesses can be cropped off. In transformers 5.16 such a layer returned
+    every row it had recorded: right for one call after each crop, and a fill makes several.
+    """
+    import torch
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    layer = DynamicSlidingWindowLayer(sliding_window=2)
+    layer.activate_past_recording()
+    rows = torch.zeros(1, 1, 3, 1)
+    layer.update(rows, rows)
+    columns, _ = layer.get_mask_sizes(1)
+    returned: int = layer.update(rows[..., :1, :], rows[..., :1, :])[0].shape[-2]
+    return returned == columns
 
 
 def window_of(cache: Cache, layout: DecoderLayout, layer_idx: int) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny import SPLIT, TAIL, call, in_pieces, left_padded, prompt, random_maps, tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
 from torch import nn
@@ -67,6 +68,7 @@ def test_plumb_generates_what_stock_generates(family: str, settings: dict[str, A
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_assisted_decoding_fills_target_and_draft(family: str) -> None:
     """With a draft that is mostly right and one that is mostly wrong: accepted and cropped rows both occur."""
+    fills = family != "gemma3" or caches.past_fits_masks()  # not in transformers 5.16
     target, ids = tiny_model(family), prompt(ROWS)
     stock = target.generate(ids, **GREEDY)
     for draft in (tiny_model(family), tiny_model(family, seed=3)):
@@ -75,6 +77,11 @@ def test_assisted_decoding_fills_target_and_draft(family: str) -> None:
             ridgefill.attach(draft, random_maps(draft), tier="plumb", **SETTINGS) as of_draft,
         ):
             assert torch.equal(target.generate(ids, assistant_model=draft, **GREEDY), stock)
+            if not fills:
+                assert transformers.__version__.startswith("5.16.")
+                assert {a.status()["rows_filled"] for a in (of_target, of_draft)} == {0}
+                assert "record their past" in of_target.history[0]["reason"]
+                continue
             assert of_target.status()["counters"]["filled"] == of_draft.status()["counters"]["filled"] == 1
             # The target's first call brings the draft's first guesses behind the prompt.
             assert of_target.history[0]["rows_filled"] >= FILLED
