@@ -155,17 +155,18 @@ class RidgeFillLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
             RidgeFillError: a context or a continuation is empty, or a continuation is longer than the model allows.
         """
         sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        most = self.max_length
         for place, (_, context, continuation) in enumerate(requests):
-            if not context or not 0 < len(continuation) <= self.max_length:
+            if not context or not 0 < len(continuation) <= most:
                 raise RidgeFillError(
                     f"request {place}: {len(context)} context and {len(continuation)} continuation tokens; expected at "
-                    f"least one of each, and a continuation of at most max_length={self.max_length}"
+                    f"least one of each, and a continuation of at most max_length={most}"
                 )
             # The last token is read by nobody. What is too long loses its beginning, as in lm-eval.
             rows = tuple(context + continuation)[:-1]
-            if len(rows) > self.max_length:
-                _log.warning("a prompt of %d tokens loses its beginning: max_length=%d", len(rows), self.max_length)
-            sharing[rows[-self.max_length :]].append(place)
+            if len(rows) > most:
+                _log.warning("a prompt of %d tokens loses its beginning: max_length=%d", len(rows), most)
+            sharing[rows[-most:]].append(place)
         # Equal lengths side by side need no pads; the longest first, so that what does not fit in memory fails at once.
         prompts = sorted(sharing, key=len, reverse=True)
         size = override_bs or self.batch_size
