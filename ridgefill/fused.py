@@ -189,11 +189,16 @@ def _obstacle(layout: DecoderLayout, layer: int, layer_map: LayerMap, writer: La
     if writer.name != "direct":
         return f"layer {layer} has no direct writer: {writer.reason}"
     norm: Any = module.input_layernorm
-    if "RMS" not in type(norm).__name__ or getattr(norm, "bias", None) is not None:
+    if not is_rms_norm(norm):
         return f"layer {layer}: its input norm is a {type(norm).__name__}, not an RMS norm"
     if layer_map.scale_basis is None or layer_map.scale_residual is None:
         return f"layer {layer}: the file holds no scale basis; fit the maps again"
     return None
+
+
+def is_rms_norm(norm: nn.Module) -> bool:
+    """Whether a norm divides rows by their root mean square, multiplies them by a gain, and does nothing else."""
+    return "RMS" in type(norm).__name__ and getattr(norm, "bias", None) is None
 
 
 def _eps(layout: DecoderLayout, layer: int) -> float:

@@ -131,10 +131,10 @@ def test_help_and_inspect_load_no_torch(folder: Path) -> None:
         "from click.testing import CliRunner\n"
         "from ridgefill.cli.main import commands\n"
         f"file = {str(folder / 'maps.safetensors')!r}\n"
-        "for arguments in (['--help'], ['fit', '--help'], ['--version'], ['inspect', file]):\n"
+        "for arguments in (['--help'], ['fit', '--help'], ['lm-eval', '--help'], ['--version'], ['inspect', file]):\n"
         "    result = CliRunner().invoke(commands, arguments)\n"
         "    assert result.exit_code == 0, result.output\n"
-        "loaded = {'torch', 'transformers', 'cupy'} & set(sys.modules)\n"
+        "loaded = {'torch', 'transformers', 'cupy', 'lm_eval'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)

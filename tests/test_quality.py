@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from tiny import prompt, random_maps, tiny_model
 
+from ridgefill.agreement import target_rows
 from ridgefill.attachment import attach
+from ridgefill.capture import BlockInputs
 from ridgefill.demo import KINDS, calibration_texts, standard_texts
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.quality import (
@@ -22,6 +25,8 @@ from ridgefill.evaluate.quality import (
     PairedPrompt,
     Result,
     Variants,
+    direct_obstacle,
+    direct_ridge,
     evaluate,
     held_out_windows,
     identity_maps,
@@ -32,8 +37,12 @@ from ridgefill.evaluate.quality import (
     swapped_maps,
 )
 from ridgefill.evaluate.stats import mean_interval, ratio_interval
-from ridgefill.maps import RidgeMaps
+from ridgefill.layout import decoder_layout
+from ridgefill.maps import LayerMap, RidgeMaps
+from ridgefill.moments import Moments
 from ridgefill.scorers import RandomScorer
+from ridgefill.solve import solve_ridge
+from ridgefill.writers import key_rotation
 
 # --- figures by hand -----------------------------------------------------------------------------------------------
 
@@ -241,6 +250,8 @@ def test_one_stock_prefill_serves_every_variant(family: str, variant: str) -> No
         )
     else:
         used = {"identity": identity_maps(maps), "swapped": swapped_maps(maps, split, 4, 5)}.get(variant, maps)
+        if variant == "direct":
+            bulk._settings = direct_ridge(bulk._settings, maps.at(split))
         expected = bulk.score(used, paired.stock, fill_head=variant == "head=0")
     found = paired.score(split, variant)
     assert found.kl == pytest.approx(expected.kl, rel=1e-3)
@@ -261,6 +272,75 @@ def test_a_decode_step_hides_what_its_prompt_s_tail_did(family: str) -> None:
             found.append(prefill_logits(model, torch.tensor([[7]]), 1, filled.cache))
     # Late layers are all layers: with the bulk hidden from each, what it held cannot matter.
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_direct_ridge_is_the_fit_of_keys_and_values_and_a_fill_s_but_for_the_rows_length(family: str) -> None:
+    model, split, layer, head, tail = tiny_model(family), 4, 5, 4, 16
+    layout, ids = decoder_layout(model), prompt(500)
+    with BlockInputs(layout, (split, layer)) as block_inputs:
+        inputs = block_inputs.run(ids[0].tolist())
+    x, block_input = inputs[split], inputs[layer]
+    module: Any = layout.layers[layer]
+    attention = module.self_attn
+    with torch.no_grad():
+        normed = module.input_layernorm(block_input)
+        keys_values = torch.cat([attention.k_proj(normed), attention.v_proj(normed)], 1)
+
+    def fitted(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        moments = Moments(x.shape[1], targets.shape[1])
+        moments.add(x, targets)
+        sums = moments.centred()
+        weight = solve_ridge(sums, 1e-3)
+        return weight, sums.y_mean - sums.x_mean @ weight
+
+    weight, bias = fitted(target_rows("normalized", block_input))
+    gains = {"key_gain": torch.full((2,), 1.5), "value_gain": torch.full((2,), 0.5)}  # a fill's, not the ridge's
+    layer_map = LayerMap(layer, weight.float(), bias.float(), **gains)
+    maps = random_maps(model, split=split)
+    maps = replace(maps, splits={split: replace(maps.at(split), layers={layer: layer_map})})
+    written = {}
+    for variant in ("direct", "fill"):
+        with PairedPrompt(Variants(model, maps), ids, tail=tail, splits=(split,)).variant(split, variant) as filled:
+            of_layer = filled.cache.layers[layer]
+            written[variant] = of_layer.keys[0, :, head:-tail], of_layer.values[0, :, head:-tail]
+
+    direct_weight, direct_bias = fitted(keys_values)
+    expected = (x.double() @ direct_weight + direct_bias).float().view(len(x), 2, 2, -1).permute(1, 2, 0, 3)
+    keys, values = expected[0], expected[1]  # [kv_heads, rows, head_dim], before k_norm and rotation
+    rotate = key_rotation(attention)
+    assert rotate is not None
+    with torch.no_grad():
+        if family == "qwen3":
+            keys = attention.k_norm(keys)
+        tables = layout.decoder.rotary_emb(x.unsqueeze(0), torch.arange(len(x)).unsqueeze(0))
+        rotated = rotate(keys.unsqueeze(0), tables)[0]
+    of_bulk = slice(head, len(x) - tail)
+    torch.testing.assert_close(written["direct"][0], rotated[:, of_bulk], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(written["direct"][1], values[:, of_bulk], rtol=1e-3, atol=1e-3)
+
+    # A fill divides by the length of a prediction, which ridge shrinks; of keys, k_norm takes it away anyway.
+    length = (x.double() @ weight + bias).square().mean(-1).sqrt().float()[of_bulk, None]
+    assert float(length.mean()) < 0.999
+    own_bias = torch.zeros(()) if attention.v_proj.bias is None else attention.v_proj.bias.detach().view(2, 1, -1)
+    shrunk = (written["fill"][1] / 0.5 - own_bias) * length + own_bias
+    torch.testing.assert_close(written["direct"][1], shrunk, rtol=1e-3, atol=1e-3)
+    same_keys = torch.allclose(written["direct"][0], written["fill"][0] / 1.5, rtol=1e-3, atol=1e-3)
+    assert same_keys == (family == "qwen3")
+
+
+def test_a_direct_ridge_exists_where_keys_are_linear_in_the_prediction() -> None:
+    model = tiny_model("cohere2")  # its norm takes the mean away first
+    layout = decoder_layout(model)
+    maps = random_maps(model)
+    assert "a Cohere2LayerNorm of normalized block inputs is not linear" in str(direct_obstacle(layout, maps.at(3)))
+    with pytest.raises(RidgeFillError, match="split 3 has no direct ridge: layer 4"):
+        Variants(model, maps).settings(3, "direct")
+    llama = tiny_model("llama")
+    raw = replace(random_maps(llama).at(3), target="raw")
+    assert "of raw block inputs" in str(direct_obstacle(decoder_layout(llama), raw))
+    olmo3 = tiny_model("olmo3")  # no norm: the direct ridge is the fill
+    assert direct_obstacle(decoder_layout(olmo3), random_maps(olmo3).at(3)) is None
 
 
 def test_identity_and_swapped_maps() -> None:

@@ -1,10 +1,11 @@
-"""`ridgefill fit`, `gate`, `inspect`, `bench` and `demo`. Results go to stdout, everything else to stderr."""
+"""`ridgefill fit`, `gate`, `lm-eval`, `inspect`, `bench`, `demo`. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -394,6 +395,43 @@ def gate(
         replace(held, gate=map_file_entry(found.document)).save(maps)
         click.echo(f"{maps}: holds the verdicts", err=True)
     if found.document["verdict"] != "pass":
+        raise click.exceptions.Exit(1)
+
+
+@commands.command("lm-eval", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[LM-EVAL ARGUMENTS]...")
+@reports_errors
+def lm_eval_tasks(arguments: tuple[str, ...]) -> None:
+    """Run lm-eval, where --model ridgefill is a model whose prefills are filled.
+
+    Every argument goes to lm-eval's own command line (`ridgefill lm-eval run --help` shows it). Model arguments are
+    those of its hf model and of ridgefill.attach: maps, tier, split, tail, head, share …, and identity=true, the
+    stream handed on instead of the maps' predictions. The results hold the rows filled in every task; the exit code is
+    1 if a task that was to be filled filled none.
+
+    Example: ridgefill lm-eval run --model ridgefill --model_args pretrained=./my-model,maps=maps.safetensors,tail=512
+    --tasks niah_single_1 --metadata max_seq_lengths=[4096] --output_path results --log_samples
+    """
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+
+        from ridgefill.evaluate import lm_eval as harness
+    except ImportError as error:
+        package = (error.name or "lm_eval").partition(".")[0]
+        raise RidgeFillError(f"the package {package!r} is not installed: run pip install 'ridgefill[lm-eval]'") from error
+    # Later releases than 0.4.13 find it by its entry point, and leave alone what is registered before.
+    if "ridgefill" not in model_registry:
+        model_registry.register("ridgefill", target=harness.RidgeFillLM)
+    harness.UNFILLED.clear()
+    before, sys.argv = sys.argv, ["lm-eval", *arguments]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+    for message in harness.UNFILLED:
+        click.echo(f"error: {message}", err=True)
+    if harness.UNFILLED:
         raise click.exceptions.Exit(1)
 
 

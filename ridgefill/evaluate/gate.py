@@ -35,7 +35,7 @@ from ridgefill.evaluate.needle import (
     heat_map,
     usable_prompts,
 )
-from ridgefill.evaluate.quality import SHARE, Variants, Window, held_out_windows, unseen_texts
+from ridgefill.evaluate.quality import SHARE, Variants, Window, direct_obstacle, held_out_windows, unseen_texts
 from ridgefill.evaluate.report import machine
 from ridgefill.evaluate.splice import attribution, study_splices
 from ridgefill.evaluate.stats import (
@@ -54,8 +54,9 @@ if TYPE_CHECKING:
 VARIANT_OF = {"speed": "fill", "quality": "quality"}
 # What must be worse than which tier: a gate that cannot tell them apart could not tell a broken fill either.
 CONTROLS = {"swapped": "speed", "head=0": "speed", "random rows": "quality"}
-# What a fill should beat, beside it in the report: the stream handed on, no bulk at all, unselected rows dropped.
-BASELINES = ("identity", "no bulk", "drop")
+# What a fill should beat, beside it in the report: the stream handed on, keys and values predicted without a norm, no
+# bulk at all, unselected rows dropped.
+BASELINES = ("identity", "direct", "no bulk", "drop")
 # Parts of the budget at which a line ends, once it has its least number of prompts.
 _NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.5, 0.8, 0.95
 _LEAST_ITEMS, _LEAST_DOCUMENTS, _STOCK_PROBES = 8, 3, 10
@@ -206,7 +207,11 @@ def run_gate(
         raise RidgeFillError(
             f"{len(documents)} texts hold {longest:,} tokens, intervals need {_LEAST_DOCUMENTS}; name shorter lengths"
         )
-    pairs = [(split, variant) for split in settings.splits for variant in _scored_variants(settings)]
+    # Where keys are not linear in what the maps predict, nothing can be said of a direct ridge.
+    left_out = {"direct"} if any(direct_obstacle(variants.layout, maps.at(s)) for s in settings.splits) else set()
+    baselines = [name for name in BASELINES if name not in left_out]
+    scored = _scored_variants(settings, baselines)
+    pairs = [(split, variant) for split in settings.splits for variant in scored]
     scores: list[GroupScore] = []
     for number, text in enumerate(documents):
         if number >= _LEAST_DOCUMENTS and spent() > _DISTANCE_UNTIL:
@@ -233,7 +238,7 @@ def run_gate(
         "verdict": _overall(results),
         "results": results,
         "controls": controls,
-        "baselines": [_baseline(scores, split, name) for split in settings.splits for name in BASELINES],
+        "baselines": [_baseline(scores, split, name) for split in settings.splits for name in baselines],
         "splices": splices,
         "cost": cost,
         "stock_accuracy": [asdict(group) for group in usable],
@@ -265,10 +270,10 @@ def _control_names(settings: GateSettings) -> list[str]:
     return [control for control, tier in CONTROLS.items() if tier == "speed" or tier in settings.tiers]
 
 
-def _scored_variants(settings: GateSettings) -> list[str]:
+def _scored_variants(settings: GateSettings, baselines: Sequence[str]) -> list[str]:
     """Every variant whose loss is measured; the controls are compared with the plain fill, whatever is tried."""
     tried = (VARIANT_OF[tier] for tier in settings.tiers)
-    return list(dict.fromkeys(["fill", *tried, *_control_names(settings), *BASELINES]))
+    return list(dict.fromkeys(["fill", *tried, *_control_names(settings), *baselines]))
 
 
 def _splice(

@@ -18,8 +18,8 @@ from ridgefill.capture import special_prefix
 from ridgefill.demo import KINDS, standard_texts
 from ridgefill.errors import RidgeFillError
 from ridgefill.features import Features
-from ridgefill.fused import fused_maps
-from ridgefill.layout import cache_argument_name, decoder_layout
+from ridgefill.fused import fused_maps, is_rms_norm
+from ridgefill.layout import cache_argument_name, decoder_layout, input_norm
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.prefill import Bulk, FillSettings, Step, run_bulk, write_late_layers
 from ridgefill.rows import (
@@ -33,15 +33,17 @@ from ridgefill.rows import (
 )
 from ridgefill.scorers import RandomScorer, RowScorer
 from ridgefill.synth import resident_maps
-from ridgefill.writers import rotary_modules
+from ridgefill.writers import LayerWriter, rotary_modules
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ridgefill.layout import DecoderLayout
+
 # Rows whose logits are compared at once: 128 rows of 50,000 words take 25 MB in float32, 100 MB with what is derived.
 _SCORE_ROWS = 128
 SELECTING_VARIANTS = ("quality", "random rows", "drop")
-VARIANTS = ("fill", *SELECTING_VARIANTS, "no bulk", "identity", "head=0", "swapped")
+VARIANTS = ("fill", *SELECTING_VARIANTS, "no bulk", "identity", "direct", "head=0", "swapped")
 # The part of the bulk that selecting variants run exactly.
 SHARE = 0.1
 
@@ -265,6 +267,52 @@ def swapped_maps(maps: RidgeMaps, split: int, a: int, b: int) -> RidgeMaps:
     layers[a] = replace(chosen.layers[b], layer=a)
     layers[b] = replace(chosen.layers[a], layer=b)
     return replace(maps, splits={**maps.splits, split: replace(chosen, layers=layers)})
+
+
+def direct_obstacle(layout: DecoderLayout, maps: SplitMaps) -> str | None:
+    """Why no ridge straight to keys and values follows from a split's maps, in words; None where it does."""
+    for layer in maps.layers:
+        norm = input_norm(layout.layers[layer])
+        if norm is not None and not (maps.target == "normalized" and is_rms_norm(norm)):
+            return f"layer {layer}: a {type(norm).__name__} of {maps.target} block inputs is not linear in them"
+    return None
+
+
+def direct_ridge(settings: FillSettings, maps: SplitMaps) -> FillSettings:
+    """Return settings under which late layers get keys and values as a ridge predicts them, without a norm.
+
+    The baseline that fits un-normalised keys and values (before k_norm and RoPE) instead of block inputs. It needs no
+    fit of its own: ridge is linear in its target, and over block inputs of length 1 keys and values are linear too, so
+    its solution is this one, ``(x W_l + b_l) diag(g) [Wk | Wv]`` (design section 2.1). A fill multiplies that by the
+    row scale ``1 / rms(x W_l + b_l)`` and by gains, and this does not.
+
+    Raises:
+        RidgeFillError: the maps predict something in which keys and values are not linear.
+    """
+    if reason := direct_obstacle(settings.layout, maps):
+        raise RidgeFillError(f"split {maps.split} has no direct ridge: {reason}")
+    writers = dict(settings.writers)
+    for layer in settings.maps:
+        if (norm := input_norm(settings.layout.layers[layer])) is not None:
+            writers[layer] = _without_row_scale(writers[layer], norm)
+    bare = {layer: replace(m, key_gain=None, value_gain=None) for layer, m in settings.maps.items()}
+    return replace(settings, maps=bare, writers=writers, fused=None, epilogues=None)
+
+
+def _without_row_scale(writer: LayerWriter, norm: nn.Module) -> LayerWriter:
+    """The same writer, its layer's RMS norm taken for its gain alone."""
+
+    def undo(_: nn.Module, args: tuple[Any, ...], normed: torch.Tensor) -> torch.Tensor:
+        return normed * args[0].float().square().mean(-1, keepdim=True).sqrt().to(normed.dtype)
+
+    def write(block_input: torch.Tensor, layer_kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        handle = norm.register_forward_hook(undo)
+        try:
+            return writer.write(block_input, layer_kwargs)
+        finally:
+            handle.remove()
+
+    return replace(writer, write=write)
 
 
 @contextmanager
@@ -491,8 +539,8 @@ class Variants:
         self._choices: dict[int, SelectionSettings] = {}
 
     def settings(self, split: int, variant: str = "fill") -> FillSettings:
-        """The product's own settings of a split, for ``identity`` and ``swapped`` with the control's maps."""
-        kind = variant if variant in ("identity", "swapped") else "fill"
+        """The product's own settings of a split; ``identity``, ``swapped`` and ``direct`` have theirs."""
+        kind = variant if variant in ("identity", "swapped", "direct") else "fill"
         if (split, kind) not in self._settings:
             maps = self.maps
             if kind == "identity":
@@ -502,8 +550,8 @@ class Variants:
             with attach(self.model, maps, split=split, form=self._form) as attachment:
                 settings = attachment.settings
             # A fused fill keeps no two-step maps, which scores from predicted queries read.
-            resident = resident_maps(maps.at(split), self.layout)
-            self._settings[split, kind] = replace(settings, maps=resident)
+            settings = replace(settings, maps=resident_maps(maps.at(split), self.layout))
+            self._settings[split, kind] = direct_ridge(settings, maps.at(split)) if kind == "direct" else settings
         return self._settings[split, kind]
 
     def choice(
@@ -658,13 +706,15 @@ def evaluate(
 
     Variants: ``fill`` (tier speed), ``quality`` (a tenth of the bulk exact, by the tail's attention), and controls:
     ``random rows`` (as many, drawn at random), ``drop`` (quality's rows, the others hidden from the late layers instead
-    of filled), ``no bulk`` (late layers that see no bulk row), ``identity`` (the stream handed on), ``head=0`` (no
-    exact head rows), ``swapped`` (the maps of the first and the last mapped layer exchanged).
+    of filled), ``no bulk`` (late layers that see no bulk row), ``identity`` (the stream handed on), ``direct``
+    (`direct_ridge`: keys and values themselves predicted), ``head=0`` (no exact head rows), ``swapped`` (the maps of
+    the first and the last mapped layer exchanged).
     ``progress(done, total)`` counts windows. Cost of a window: one stock prefill, and what each scored variant's late
     layers write, and its tail.
 
     Raises:
-        RidgeFillError: an unknown variant; a split the maps lack; a window without bulk rows.
+        RidgeFillError: an unknown variant; a split the maps lack; a window without bulk rows; ``direct`` where
+            `direct_obstacle` has a reason against it.
     """
     if unknown := set(variants) - set(VARIANTS):
         raise RidgeFillError(f"unknown variants {sorted(unknown)}; known: {VARIANTS}")
