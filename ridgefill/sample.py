@@ -242,7 +242,8 @@ class Pass:
         self._late = range(min(sample.sums) + 1, layout.num_layers)
         share = sample.settings["held_out"]
         self._every = round(1 / share) if share else 0
-        self._process, self._processes = sample.settings["process"] or (0, 1)
+        process: list[int] | None = sample.settings["process"]
+        self._process, self._processes = process or (0, 1)
         self._turns = 0
         self._stride, self._held_out_seen = 1, 0
         self._texts: dict[int, TextRecord] = {}

@@ -269,8 +269,8 @@ def fit_sums(
     sets = tuple(read for read in FEATURE_SETS if set(read.names) <= summed)
     if features != "auto":
         sets = (_given_features(features),)
-        if missing := sorted(set(sets[0].names) - summed):
-            raise FitError(f"features {missing}: the sums are of {sorted(summed)}; sum the texts again for others")
+        if lacking := sorted(set(sets[0].names) - summed):
+            raise FitError(f"features {lacking}: the sums are of {sorted(summed)}; sum the texts again for others")
     report = progress or (lambda phase, done, total: None)
 
     _check_rows(sample.rows, sets[0].width(layout.hidden_size))
