@@ -353,6 +353,7 @@ def fit(
                     return
             if output is not None:
                 maps = fit_sums(loaded, tokenizer, sums, chosen_splits, progress=progress, **solution)
+                maps.save(output)
                 if splits == "auto":
                     rungs = ladder(loaded, maps, sums.held_out_windows, progress)
     finally:
@@ -368,7 +369,6 @@ def fit(
     if output is None:
         _print_sums(checkpoint, sums, json_output)
         return
-    maps.save(output)
     document = _read_document(output)
     if json_output:
         counts = {"seconds": round(seconds, 3), "skipped_files": len(skipped), "dropped_texts": len(dropped)}
