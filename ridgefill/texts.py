@@ -138,7 +138,8 @@ def dataset_texts(name: str, *, field: str = "text", chat: ChatFormat | None = N
     if field not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
         raise RidgeFillError(f"dataset {name}: has no column {field!r}; name one of {columns} with --field")
-    names = (f"{name}[{number}]" for number in range(len(dataset)))
+    shown = Path(path).name if Path(path).exists() else name  # nothing of the machine's folders
+    names = (f"{shown}[{number}]" for number in range(len(dataset)))
     return [(n, Record(n, partial(_column, dataset, i, field), chat or ChatFormat())) for i, n in enumerate(names)]
 
 

@@ -121,7 +121,7 @@ class Rows:
         return {"text": f"row {number}", "id": number}
 
 
-def test_a_dataset_is_a_text_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_a_text_for_each_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
     def load_dataset(*arguments: Any, **settings: Any) -> Rows:
@@ -148,6 +148,8 @@ def test_a_dataset_is_a_text_for_each_row(monkeypatch: pytest.MonkeyPatch) -> No
         RidgeFillError, match="dataset some/name: has no column 'body'; name one of text, id with --field"
     ):
         dataset_texts("some/name", field="body")
+    (tmp_path / "local").mkdir()
+    assert [name for name, _ in dataset_texts(str(tmp_path / "local"))] == ["local[0]", "local[1]", "local[2]"]
     with pytest.raises(RidgeFillError, match="dataset nowhere: no such dataset"):
         dataset_texts("nowhere")
 
