@@ -6,7 +6,7 @@ once, for tensor cores, and a system is built, factored and solved in place, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -195,21 +195,20 @@ class DeviceMoments(Moments):
             self._add_block(x[start : start + BLOCK_ROWS], y[start : start + BLOCK_ROWS])
 
     def _add_block(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        if self._x_shift is None or self._y_shift is None:
-            self._x_shift, self._y_shift = x.float().mean(0), y.float().mean(0)
+        x_shift, y_shift = self.begin(x, y)
         rows = len(x)
-        self._centre(x, self._x_shift, self._rows[:, : self.n_in], self._x_sum, self._squares)
+        self._centre(x, x_shift, self._rows[:, : self.n_in], self._x_sum, self._squares)
         left = self._rows[:rows, : self.n_in]
         clear = self._blocks == 0
         self._library.add_products(self._part_xx, left, left, clear=clear)
         if self.n_out:
             right = self._rows[:, self.n_in :]
-            self._centre(y, self._y_shift, right, self._y_sum, self._yy)
+            self._centre(y, y_shift, right, self._y_sum, self._yy)
             self._library.add_products(self._part_xy, left, right[:rows], clear=clear)
         self.n += rows
         self._blocks += 1
         if self._blocks == BLOCKS_PER_TOTAL:
-            self._flush()
+            self.flush()
 
     def _centre(
         self, rows: torch.Tensor, shift: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, squares: torch.Tensor
@@ -235,7 +234,7 @@ class DeviceMoments(Moments):
             (rows, shift, out, sums, squares),
         ).run(self.device)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Float32's part into the float64 totals."""
         if self._blocks == 0:
             return
@@ -246,16 +245,25 @@ class DeviceMoments(Moments):
                 Launch("gram", "add_products", grid, 256, arguments, (total, part)).run(self.device)
         self._blocks = 0
 
-    def merge(self, other: Moments) -> None:
-        """As `Moments.merge`."""
-        self._flush()
-        if isinstance(other, DeviceMoments):
-            other._flush()
-        super().merge(other)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As `Moments.tensors`, with what float32 still holds: a flush out of its turn would round otherwise."""
+        found = super().tensors()
+        if self._blocks:
+            blocks_held = torch.tensor([self._blocks])
+            found |= {"blocks": blocks_held, "part_xx": self._part_xx, "part_xy": self._part_xy}
+        return found
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As `Moments.restore`."""
+        super().restore(tensors)
+        if "blocks" in tensors:
+            self._blocks = int(tensors["blocks"])
+            self._part_xx.copy_(tensors["part_xx"])
+            self._part_xy.copy_(tensors["part_xy"])
 
     def centred(self) -> CentredMoments:
         """As `Moments.centred`."""
-        self._flush()
+        self.flush()
         return super().centred()
 
 
@@ -275,7 +283,7 @@ class RidgeSystem:
         columns: Sequence[int] | None = None,
         features: int = 1,
     ) -> None:
-        moments._flush()
+        moments.flush()
         if moments.n == 0:
             raise FitError("moments: no rows were added; the texts are too short or there are none")
         self._moments, self._library = moments, moments._library

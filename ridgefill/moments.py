@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from ridgefill.errors import FitError
 BLOCK_ROWS = 1024
 # gamma(n) = n u / (1 - n u) for products and sums, and 3u for the two subtractions of the shift.
 ERROR_BOUND = (BLOCK_ROWS + 3) * 2.0**-24 / (1 - (BLOCK_ROWS + 3) * 2.0**-24)
+_SUMS = ("x_sum", "y_sum", "xx", "xy", "yy")
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,24 @@ class Moments:
             for start in range(0, x.shape[0], BLOCK_ROWS):
                 self._add_block(x[start : start + BLOCK_ROWS].float(), y[start : start + BLOCK_ROWS].float())
 
-    def _add_block(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def begin(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the shift, the means of the first block of these rows, unless there is one; returns it.
+
+        `add` does so itself. Sums that begin with the same rows have the same float32 products, whoever adds them.
+        """
         if self._x_shift is None or self._y_shift is None:
-            self._x_shift, self._y_shift = x.mean(0), y.mean(0)
-        x = x - self._x_shift  # [rows, n_in]
-        y = y - self._y_shift  # [rows, n_out]
+            self._x_shift, self._y_shift = x[:BLOCK_ROWS].float().mean(0), y[:BLOCK_ROWS].float().mean(0)
+        return self._x_shift, self._y_shift
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a shift."""
+        return self._x_shift is not None
+
+    def _add_block(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        x_shift, y_shift = self.begin(x, y)
+        x = x - x_shift  # [rows, n_in]
+        y = y - y_shift  # [rows, n_out]
         self.n += x.shape[0]
         self._x_sum += x.sum(0, dtype=torch.float64)
         self._y_sum += y.sum(0, dtype=torch.float64)
@@ -109,21 +123,87 @@ class Moments:
         """
         if (other.n_in, other.n_out) != (self.n_in, self.n_out):
             raise FitError(f"moments: cannot merge widths {(other.n_in, other.n_out)} into {(self.n_in, self.n_out)}")
+        self.flush()
+        other.flush()
         if other._x_shift is None or other._y_shift is None:
             return
         if self._x_shift is None or self._y_shift is None:
-            self._x_shift, self._y_shift = other._x_shift.clone(), other._y_shift.clone()
-        # With the other's rows at u = x - their shift: x - our shift = u + dx, where dx = their shift - ours.
-        dx = (other._x_shift.double() - self._x_shift.double()).to(self._x_sum.device)
-        dy = (other._y_shift.double() - self._y_shift.double()).to(self._y_sum.device)
-        x_sum, y_sum = other._x_sum.to(dx.device), other._y_sum.to(dy.device)
-        x_moved = torch.outer(x_sum, dx)
-        self._xx += other._xx.to(dx.device) + x_moved + x_moved.T + other.n * torch.outer(dx, dx)
-        self._xy += other._xy.to(dx.device) + torch.outer(x_sum, dy) + torch.outer(dx, y_sum + other.n * dy)
-        self._yy += other._yy.to(dy.device) + 2 * dy * y_sum + other.n * dy.square()
-        self._x_sum += x_sum + other.n * dx
-        self._y_sum += y_sum + other.n * dy
+            self._x_shift, self._y_shift = (s.to(self.device, copy=True) for s in (other._x_shift, other._y_shift))
+        moved = other._sums_about(self._x_shift, self._y_shift)
+        for mine, theirs in zip(self._sums(), moved, strict=True):
+            mine += theirs.to(self.device)
         self.n += other.n
+
+    def all_reduce(self) -> None:
+        """Make these the sums over the rows of all processes of torch.distributed's default group, in each of them.
+
+        Every process calls this, and in each the sums have begun, or in none. They meet about the first one's shift.
+        """
+        import torch.distributed as dist
+
+        self.flush()
+        if self._x_shift is None or self._y_shift is None:
+            return
+        x_shift, y_shift = self._x_shift.clone(), self._y_shift.clone()
+        for shift in (x_shift, y_shift):
+            if shift.numel():
+                dist.broadcast(shift, src=0)
+        count, moved = torch.tensor([self.n], device=self.device), self._sums_about(x_shift, y_shift)
+        for total in (count, *moved):
+            if total.numel():
+                dist.all_reduce(total)
+        for mine, total in zip(self._sums(), moved, strict=True):
+            mine.copy_(total)
+        self.n, self._x_shift, self._y_shift = int(count), x_shift, y_shift
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """These sums by name, for a file: `restore` goes on from them to the last bit."""
+        found = {"n": torch.tensor([self.n]), **dict(zip(_SUMS, self._sums(), strict=True))}
+        if self._x_shift is not None and self._y_shift is not None:
+            found |= {"x_shift": self._x_shift, "y_shift": self._y_shift}
+        return found
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Become the sums that `tensors` gave, of these widths, to the last bit.
+
+        Raises:
+            FitError: one is missing or has another shape.
+        """
+        shapes = {"n": (1,), **{name: tuple(mine.shape) for name, mine in zip(_SUMS, self._sums(), strict=True)}}
+        if "x_shift" in tensors:
+            shapes |= {"x_shift": (self.n_in,), "y_shift": (self.n_out,)}
+        for name, shape in shapes.items():
+            if name not in tensors or tuple(tensors[name].shape) != shape:
+                found = list(tensors[name].shape) if name in tensors else "none"
+                raise FitError(f"moments: expected a tensor {name} {list(shape)}, found {found}")
+        self.n = int(tensors["n"])
+        for name, mine in zip(_SUMS, self._sums(), strict=True):
+            mine.copy_(tensors[name])
+        if "x_shift" in tensors:
+            self._x_shift, self._y_shift = (tensors[name].to(self.device, copy=True) for name in ("x_shift", "y_shift"))
+
+    def _sums(self) -> tuple[torch.Tensor, ...]:
+        """The totals themselves, in the order of ``_SUMS``."""
+        return self._x_sum, self._y_sum, self._xx, self._xy, self._yy
+
+    def _sums_about(self, x_shift: torch.Tensor, y_shift: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the totals would be about another shift: new tensors, equal to these where the shifts are."""
+        if self._x_shift is None or self._y_shift is None:
+            return tuple(total.clone() for total in self._sums())
+        # With rows at u = x - our shift: x - their shift = u + dx, where dx = our shift - theirs.
+        dx = self._x_shift.double() - x_shift.to(self.device).double()
+        dy = self._y_shift.double() - y_shift.to(self.device).double()
+        x_moved = torch.outer(self._x_sum, dx)
+        return (
+            self._x_sum + self.n * dx,
+            self._y_sum + self.n * dy,
+            self._xx + x_moved + x_moved.T + self.n * torch.outer(dx, dx),
+            self._xy + torch.outer(self._x_sum, dy) + torch.outer(dx, self._y_sum + self.n * dy),
+            self._yy + 2 * dy * self._y_sum + self.n * dy.square(),
+        )
+
+    def flush(self) -> None:
+        """Bring what a subclass still holds elsewhere into the totals."""
 
     def centred(self) -> CentredMoments:
         """The sums about the means.

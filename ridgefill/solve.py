@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import functools
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgefill.agreement import feature_rows, measure, measure_scale, target_rows
-from ridgefill.capture import BlockInputs, Text, TextRecord, Window, text_windows
+from ridgefill.agreement import measure, measure_scale
+from ridgefill.capture import BlockInputs, Text, text_windows
 from ridgefill.device_fit import DeviceMoments, RidgeSystem
 from ridgefill.errors import FitError
 from ridgefill.features import STREAM, Features
@@ -22,6 +22,7 @@ from ridgefill.kernels import choose_backend
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.moments import CentredMoments, Moments
+from ridgefill.sample import MakeMoments, Pass, Sample, process_number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,14 +34,12 @@ Progress = Callable[[str, int, int | None], None]
 FEATURE_SETS = (STREAM, Features(("stream", "previous:1")))
 GAINS = ("none", "norm", "lsq")
 LAMBDA_GRID = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
-# Held-out figures are read on at most this many windows: 8,160 rows at the defaults.
-_METRIC_WINDOWS = 8
 # About 100 rows per input column are enough (design section 2); below 20 the map fits its rows more than the model.
 _FEW_ROWS_PER_COLUMN = 20
 # The largest rank of a scale basis, and how its directions are found.
 _SPECTRUM_RANK, _SPARE_DIRECTIONS, _SUBSPACE_STEPS = 256, 64, 12
-# A file names each text until the list takes this many bytes, half of what metadata may take; the rest share an entry.
-_LISTED_TEXTS_BYTES = 512 * 1024
+# Rows between two writes of a checkpoint, at most so many are run twice: 64 windows of 1,024 tokens.
+CHECKPOINT_ROWS = 65_536
 _log = logging.getLogger("ridgefill")
 
 
@@ -60,6 +59,8 @@ def fit(
     gains: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_rows: int = CHECKPOINT_ROWS,
     progress: Progress | None = None,
 ) -> RidgeMaps:
     """Return maps that predict each late layer's block input from the stream of each split layer.
@@ -67,6 +68,7 @@ def fit(
     ``W_l = (Sxx + lambda mean(diag Sxx) I)^-1 Sxy_l`` and ``b_l = my_l - mx W_l`` over all rows but the first ``head``
     of every window (design section 2). Several splits share one forward pass; layers above the last block input and
     the language-model head do not run. Equal inputs give equal maps, byte for byte, on one machine and thread count.
+    `sum_texts`, then `fit_sums`.
 
     Args:
         model: a causal language model in eval mode; it runs in its own dtype, on its own device.
@@ -91,11 +93,13 @@ def fit(
             NVIDIA GPU and CuPy), which round centred rows of a 16-bit model to bfloat16 once more; ``auto`` takes
             these where they can run, and `fit_backend` says why. Either way maps are the exact solution of sums within
             a stated bound of the exact ones: `moments.ERROR_BOUND`, `device_fit.error_bound`.
+        checkpoint: a file that keeps the sums, and from which a pass that was killed goes on (`sum_texts`).
+        checkpoint_rows: rows between two writes of it.
         progress: called as ``progress(phase, done, total)``.
 
     Raises:
-        FitError: an argument makes no sense, there are fewer rows than input columns, activations are not finite, or
-            the normal equations are singular.
+        FitError: an argument makes no sense, there are fewer rows than input columns, activations are not finite, the
+            normal equations are singular, or ``checkpoint`` holds the sums of another pass.
         UnsupportedModelError: the model's layout is unknown.
         KernelError: ``backend`` is unknown, or is ``cuda`` where kernels cannot run; or a system does not fit into the
             device's memory.
@@ -104,45 +108,179 @@ def fit(
     at a time in ``8 n_in (n_in + d)``), where ``n_in`` is d times the number of features, 2 with ``"auto"`` (twice all
     that with ``ridge_lambda="auto"``), whatever the texts' length.
     """
+    # Before the long pass, not after it.
+    solution: dict[str, Any] = {
+        "default_split": default_split,
+        "ridge_lambda": ridge_lambda,
+        "features": features,
+        "gains": gains,
+        "dtype": dtype,
+    }
+    check_solution(model, splits, **solution)
+    sample = sum_texts(
+        model,
+        tokenizer,
+        texts,
+        splits,
+        max_tokens=max_tokens,
+        window_tokens=window_tokens,
+        head=head,
+        held_out=held_out,
+        features=features,
+        held_out_sums=ridge_lambda == "auto",
+        backend=backend,
+        checkpoint=checkpoint,
+        checkpoint_rows=checkpoint_rows,
+        progress=progress,
+    )
+    return fit_sums(model, tokenizer, sample, progress=progress, **solution)
+
+
+def sum_texts(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Iterable[Text],
+    splits: Sequence[int] = (15, 20),
+    *,
+    max_tokens: int | None = None,
+    window_tokens: int = 1024,
+    head: int = 4,
+    held_out: float = 1 / 16,
+    features: Sequence[str] | str = "auto",
+    held_out_sums: bool = False,
+    backend: str = "auto",
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_rows: int = CHECKPOINT_ROWS,
+    progress: Progress | None = None,
+) -> Sample:
+    """Run texts through the model once and return their sums, from which `fit_sums` solves maps any number of times.
+
+    Arguments are those of `fit`; features ``"auto"`` are the largest of ``FEATURE_SETS``: it has the others' columns.
+
+    Args:
+        held_out_sums: also sum the held-out rows, which ``ridge_lambda="auto"`` needs.
+        checkpoint: a file that keeps the sums, written every ``checkpoint_rows`` rows and at the end (`Sample.save`).
+            Where it exists already, the pass goes on from it: texts are read and cut again, and windows that were
+            summed are not run again. Sums are the same to the last bit as those of a pass that was never killed.
+
+    In several processes (torch.distributed is initialised), each runs its share of the windows, and all return the sums
+    of all; ``checkpoint`` is written by the first, and each keeps its own share in ``checkpoint.NUMBER-of-COUNT``.
+
+    Raises:
+        FitError: an argument makes no sense, activations are not finite, or ``checkpoint`` holds the sums of another
+            model, of other settings (each is named) or of other texts.
+        UnsupportedModelError, KernelError: as `fit`.
+    """
     chosen_backend, backend_reason = fit_backend(model, backend)
     _log.info("sums and systems by %s: %s", chosen_backend, backend_reason)
     layout = decoder_layout(model)
     splits = _checked_splits(splits, layout.num_layers)
-    sets: tuple[Features, ...] = FEATURE_SETS if features == "auto" else (_given_features(features),)
-    if gains not in (*GAINS, "auto"):
-        raise FitError(f"gains {gains!r}: expected one of {', '.join(GAINS)} and auto")
-    _check_arguments(model, layout, splits, default_split, max_tokens, window_tokens, head, ridge_lambda, held_out)
-    from ridgefill.attachment import is_attached  # choosing attaches maps
-
-    if "auto" in (features, gains) and is_attached(model):
-        raise FitError("the model has maps attached, and choosing features or gains attaches others; detach() first")
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise FitError(f"dtype {dtype}: a map file holds bfloat16, float16 or float32")
+    _check_pass(model, layout, splits, max_tokens, window_tokens, head, held_out)
     report = progress or (lambda phase, done, total: None)
+    process, processes = process_number()
+    settings = {
+        "model": fingerprint(model, tokenizer),
+        "dtype": str(layout.embeddings.dtype).removeprefix("torch."),
+        "splits": splits,
+        # The largest set holds the others' columns, so one pass gives the sums of all.
+        "features": FEATURE_SETS[-1].names if features == "auto" else _given_features(features).names,
+        "head": head,
+        "window_tokens": window_tokens,
+        "held_out": held_out,
+        "max_tokens": max_tokens,
+        "held_out_sums": held_out_sums,
+        "products": _products(layout) if chosen_backend == "cuda" else "torch",
+        "process": [process, processes] if processes > 1 else None,
+    }
+    own = None
+    if checkpoint is not None:
+        own = os.fspath(checkpoint) + (f".{process}-of-{processes}" if processes > 1 else "")
+    if own is not None and os.path.exists(own):
+        sample = Sample.load(own, _zero_moments(layout, chosen_backend))
+        sample.check_settings(settings, own)
+    else:
+        sample = Sample.zero(settings, _zero_moments(layout, chosen_backend))
 
-    # The largest set last: it holds the others' columns, so one pass gives the sums of all.
-    sample = _Sample(
-        layout,
-        splits,
-        sets[-1],
-        head=head,
-        held_out=held_out,
-        keep_held_out_sums=ridge_lambda == "auto",
-        by_kernels=chosen_backend == "cuda",
-    )
     windows = text_windows(tokenizer, texts, window_tokens=window_tokens, min_tokens=head + 1, max_tokens=max_tokens)
-    with BlockInputs(layout, sample.needed_layers()) as block_inputs:
+    reading = Pass(layout, sample)
+    saved_rows = 0
+    with BlockInputs(layout, reading.needed_layers()) as block_inputs:
         report("capture", 0, max_tokens)
         for window in windows:
-            sample.add(window, block_inputs)
-            report("capture", sample.tokens, max_tokens)
-        _check_rows(sample.rows, sets[0].width(layout.hidden_size))
-        sets = tuple(read for read in sets if read is sets[0] or sample.has_rows_for(read))
-        candidates: dict[int, list[SplitMaps]] = {}
-        for done, split in enumerate(splits):
-            report("solve", done, len(splits))
-            candidates[split] = [_solve_split(layout, split, sample, read, ridge_lambda, dtype) for read in sets]
-        report("solve", len(splits), len(splits))
+            reading.add(window, block_inputs)
+            if own is not None and reading.rows_run - saved_rows >= checkpoint_rows:
+                reading.note_texts()
+                sample.save(own)
+                saved_rows = reading.rows_run
+            report("capture", reading.tokens, max_tokens)
+    reading.finish()
+    if own is not None and not reading.was_finished:
+        sample.save(own)
+    if processes > 1:
+        sample.all_reduce()
+        if checkpoint is not None and process == 0:
+            sample.save(checkpoint)
+    return sample
+
+
+def fit_sums(
+    model: nn.Module,
+    tokenizer: Any,
+    sums: Sample | str | os.PathLike[str],
+    splits: Sequence[int] | None = None,
+    *,
+    default_split: int | None = None,
+    ridge_lambda: float | str = 1e-3,
+    features: Sequence[str] | str = "auto",
+    gains: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> RidgeMaps:
+    """Return the maps of a pass over texts, its sums given or in a moments file: no text is read again.
+
+    Arguments are those of `fit`; only a few held-out windows run, for figures and choices.
+
+    Args:
+        sums: what `sum_texts` returned, or the path of its checkpoint or of several merged.
+        splits: some of those that were summed; None: all.
+        features: any of those that were summed, the stream first.
+
+    Raises:
+        FitError: as `fit`; or the sums are another model's, unfinished, or lack what is asked for.
+        UnsupportedModelError, KernelError: as `fit`.
+    """
+    layout = decoder_layout(model)
+    if not isinstance(sums, Sample):
+        sums = load_sums(model, tokenizer, sums, backend=backend)
+    sample, summed = sums, set(sums.features.names)
+    splits = sorted(sums.sums) if splits is None else _checked_splits(splits, layout.num_layers)
+    if missing := sorted(set(splits) - set(sums.sums)):
+        raise FitError(f"splits {missing}: the sums are of splits {sorted(sums.sums)}; sum the texts again for others")
+    check_solution(
+        model,
+        splits,
+        default_split=default_split,
+        ridge_lambda=ridge_lambda,
+        features=features,
+        gains=gains,
+        dtype=dtype,
+    )
+    sets = tuple(read for read in FEATURE_SETS if set(read.names) <= summed)
+    if features != "auto":
+        sets = (_given_features(features),)
+        if lacking := sorted(set(sets[0].names) - summed):
+            raise FitError(f"features {lacking}: the sums are of {sorted(summed)}; sum the texts again for others")
+    report = progress or (lambda phase, done, total: None)
+
+    _check_rows(sample.rows, sets[0].width(layout.hidden_size))
+    sets = tuple(read for read in sets if read is sets[0] or _has_rows_for(sample, read, layout.hidden_size))
+    candidates: dict[int, list[SplitMaps]] = {}
+    for done, split in enumerate(splits):
+        report("solve", done, len(splits))
+        candidates[split] = [_solve_split(layout, split, sample, read, ridge_lambda, dtype) for read in sets]
+    report("solve", len(splits), len(splits))
+    with BlockInputs(layout, {layer for split in splits for layer in range(split, layout.num_layers)}) as block_inputs:
         agreements, held_out_rows = measure(
             layout, candidates, sample.held_out_windows, block_inputs, sample.head, report
         )
@@ -152,9 +290,9 @@ def fit(
         fit={
             "rows": sample.rows,
             "held_out_rows": held_out_rows,
-            "head": head,
-            "window_tokens": window_tokens,
-            "texts": _text_entries(sample.texts),
+            "head": sample.head,
+            "window_tokens": sample.settings["window_tokens"],
+            "texts": sample.texts,
         },
         splits={split: of_split[0] for split, of_split in candidates.items()},
         default_split=max(splits) if default_split is None else default_split,
@@ -167,14 +305,28 @@ def fit(
         candidates,
         agreements,
         sample.held_out_windows,
-        head=head,
+        head=sample.head,
         gains=gains,
-        spectra=sample.spectra,
+        spectra=lambda maps: _spectra(sample, maps),
         report=report,
     )
     with BlockInputs(layout, splits) as block_inputs:
-        measure_scale(chosen, sample.held_out_windows, block_inputs, head)
+        measure_scale(chosen, sample.held_out_windows, block_inputs, sample.head)
     return chosen
+
+
+def load_sums(model: nn.Module, tokenizer: Any, path: str | os.PathLike[str], *, backend: str = "auto") -> Sample:
+    """Read the sums of a finished pass of this model, to where ``backend`` solves them.
+
+    Raises:
+        FitError: they are another model's, or unfinished, or no sums.
+        MapFormatError, OSError: as `Sample.load`.
+        UnsupportedModelError, KernelError: as `fit`.
+    """
+    sample = Sample.load(path, _zero_moments(decoder_layout(model), fit_backend(model, backend)[0]))
+    sample.check_whole(path)
+    sample.check_settings({**sample.settings, "model": fingerprint(model, tokenizer)}, path)
+    return sample
 
 
 def fit_backend(model: nn.Module, backend: str = "auto") -> tuple[str, str]:
@@ -331,132 +483,59 @@ def scale_spectrum(layer_map: LayerMap, moments: CentredMoments, rank: int = _SP
     return ScaleSpectrum(found @ rotation[:, order], energies[order].clamp_min(0), float(second.diagonal().sum()))
 
 
-class _Sample:
-    """What one pass over the texts leaves: sums for each split, and a few held-out windows to measure on."""
+def _zero_moments(layout: DecoderLayout, backend: str) -> MakeMoments:
+    """Makes sums on the moments' device, for kernels or for torch."""
+    if backend == "cuda":
+        return functools.partial(DeviceMoments, device=_moments_device(layout), products=_products(layout))
+    return functools.partial(Moments, device=_moments_device(layout))
 
-    def __init__(
-        self,
-        layout: DecoderLayout,
-        splits: Sequence[int],
-        features: Features,
-        *,
-        head: int,
-        held_out: float,
-        keep_held_out_sums: bool,
-        by_kernels: bool,
-    ) -> None:
-        self._layout = layout
-        self.features = features
-        self.head = head
-        self._late = range(min(splits) + 1, layout.num_layers)
-        self._every = round(1 / held_out) if held_out else 0
-        self._windows_seen = 0
-        self._stride = 1
-        device = _moments_device(layout)
-        n_in, d = features.width(layout.hidden_size), layout.hidden_size
 
-        def zero(split: int) -> Moments:
-            n_out = d * (layout.num_layers - 1 - split)
-            if by_kernels:
-                return DeviceMoments(n_in, n_out, device, products=_products(layout))
-            return Moments(n_in, n_out, device)
+def _has_rows_for(sample: Sample, features: Features, hidden_size: int) -> bool:
+    """Whether there are rows enough to choose maps over more features; says so where there are not."""
+    enough = _FEW_ROWS_PER_COLUMN * features.width(hidden_size)
+    if sample.rows < enough:
+        warnings.warn(
+            f"{' + '.join(features.names)} is not tried: {sample.rows} calibration rows, it needs {enough}",
+            UserWarning,
+            stacklevel=3,
+        )
+    return sample.rows >= enough
 
-        def zeros() -> dict[int, Moments]:
-            return {split: zero(split) for split in splits}
 
-        self.sums = zeros()
-        self.held_out_sums = zeros() if keep_held_out_sums else None
-        self.held_out_windows: list[Window] = []
-        self._held_out_seen = 0
-        self.rows = 0
-        self.tokens = 0
-        self.texts: dict[int, TextRecord] = {}
+def _spectra(sample: Sample, maps: SplitMaps) -> dict[int, ScaleSpectrum]:
+    """The spectrum of each late layer's predictions over the fitted rows; none where no norm follows."""
+    if maps.target != "normalized":
+        return {}
+    fitted = _system(sample, sample.sums[maps.split], maps.features).inputs()
+    return {layer: scale_spectrum(layer_map, fitted) for layer, layer_map in maps.layers.items()}
 
-    def has_rows_for(self, features: Features) -> bool:
-        """Whether there are rows enough to choose maps over more features; says so where there are not."""
-        enough = _FEW_ROWS_PER_COLUMN * features.width(self._layout.hidden_size)
-        if self.rows < enough:
-            warnings.warn(
-                f"{' + '.join(features.names)} is not tried: {self.rows} calibration rows, it needs {enough}",
-                UserWarning,
-                stacklevel=3,
-            )
-        return self.rows >= enough
 
-    def spectra(self, maps: SplitMaps) -> dict[int, ScaleSpectrum]:
-        """The spectrum of each late layer's predictions over the fitted rows; none where no norm follows."""
-        if maps.target != "normalized":
-            return {}
-        fitted = self.system(self.sums[maps.split], maps.features).inputs()
-        return {layer: scale_spectrum(layer_map, fitted) for layer, layer_map in maps.layers.items()}
-
-    def system(self, sums: Moments, features: Sequence[str]) -> System:
-        """The ridge systems of some of the features, from one split's sums, by what these were summed by."""
-        columns, count = self.features.columns(features, self._layout.hidden_size), len(features)
-        if isinstance(sums, DeviceMoments):
-            return RidgeSystem(sums, columns=columns, features=count)
-        return PlainSystem(sums.centred().of_columns(columns), features=count)
-
-    def needed_layers(self) -> set[int]:
-        """The layers whose block inputs a pass must deliver."""
-        return set(self.sums) | set(self._late)
-
-    def add(self, window: Window, block_inputs: BlockInputs) -> None:
-        """Put one window into the sums, or aside as held out."""
-        number, self._windows_seen = self._windows_seen, self._windows_seen + 1
-        self.tokens += len(window.ids)
-        self.texts[id(window.text)] = window.text
-        if self._every and number % self._every == 1:
-            self._hold_out(window)
-            sums = self.held_out_sums
-        else:
-            sums = self.sums
-        if sums is None:
-            return
-        inputs = block_inputs.run(window.ids)
-        rows = len(window.ids) - self.head
-        if sums is self.sums:
-            window.text.rows += rows
-            self.rows += rows
-        y = self._targets(inputs)  # [rows, late layers * d]
-        for split, moments in sums.items():
-            x = feature_rows(self.features, inputs[split])[self.head :].to(moments.device)  # [rows, n_in]
-            x = x if x.dtype.itemsize <= 4 else x.float()  # a float64 model's: sums take float32 at most
-            moments.add(x, y[:, y.shape[1] - moments.n_out :])
-
-    def _targets(self, inputs: dict[int, torch.Tensor]) -> torch.Tensor:
-        device = next(iter(self.sums.values())).device
-        parts = [target_rows(self._layout.target(late), inputs[late][self.head :]).to(device) for late in self._late]
-        if not parts:  # the last layer as split: nothing to predict
-            return torch.zeros(len(next(iter(inputs.values()))) - self.head, 0, device=device)
-        return torch.cat(parts, dim=1)
-
-    def _hold_out(self, window: Window) -> None:
-        """Keep every stride-th held-out window; a full list doubles the stride, so the kept ones stay spread."""
-        if self._held_out_seen % self._stride == 0:
-            if len(self.held_out_windows) == _METRIC_WINDOWS:
-                self.held_out_windows = self.held_out_windows[::2]
-                self._stride *= 2
-            if self._held_out_seen % self._stride == 0:
-                self.held_out_windows.append(window)
-        self._held_out_seen += 1
+def _system(sample: Sample, sums: Moments, features: Sequence[str]) -> System:
+    """The ridge systems of some of the features, from one split's sums, by what these were summed by."""
+    summed, count = sample.features, len(features)
+    columns = summed.columns(features, sums.n_in // len(summed.names))
+    if isinstance(sums, DeviceMoments):
+        return RidgeSystem(sums, columns=columns, features=count)
+    return PlainSystem(sums.centred().of_columns(columns), features=count)
 
 
 def _solve_split(
     layout: DecoderLayout,
     split: int,
-    sample: _Sample,
+    sample: Sample,
     features: Features,
     ridge_lambda: float | str,
     dtype: torch.dtype,
 ) -> SplitMaps:
     """Solve one split's maps, one factor for all late layers, and round them to the stored dtype."""
     late, width = range(split + 1, layout.num_layers), layout.hidden_size
-    fitted = sample.system(sample.sums[split], features.names)
+    fitted = _system(sample, sample.sums[split], features.names)
     if isinstance(ridge_lambda, str):
-        if sample.held_out_sums is None or sample.held_out_sums[split].n == 0:
+        if sample.held_out_sums is None:
+            raise FitError("lambda 'auto' needs held-out sums, and there are none; sum the texts with lambda 'auto'")
+        if sample.held_out_sums[split].n == 0:
             raise FitError("lambda 'auto' needs held-out windows, and the texts gave none; add text or name a lambda")
-        held_out = sample.system(sample.held_out_sums[split], features.names)
+        held_out = _system(sample, sample.held_out_sums[split], features.names)
         ridge_lambda = choose_lambda(fitted, held_out, width) if late else LAMBDA_GRID[0]
     layers = {}
     if late:
@@ -487,25 +566,17 @@ def _checked_splits(splits: Sequence[int], num_layers: int) -> list[int]:
     return found
 
 
-def _check_arguments(
+def _check_pass(
     model: nn.Module,
     layout: DecoderLayout,
     splits: Sequence[int],
-    default_split: int | None,
     max_tokens: int | None,
     window_tokens: int,
     head: int,
-    ridge_lambda: float | str,
     held_out: float,
 ) -> None:
     if model.training:
         raise FitError("the model is in training mode (dropout would enter the maps): call model.eval() first")
-    if default_split is not None and default_split not in splits:
-        raise FitError(f"default_split {default_split}: expected one of the splits {list(splits)}")
-    if isinstance(ridge_lambda, str) and ridge_lambda != "auto":
-        raise FitError(f"ridge_lambda {ridge_lambda!r}: expected a number >= 0 or 'auto'")
-    if not isinstance(ridge_lambda, str) and not (ridge_lambda >= 0 and math.isfinite(ridge_lambda)):
-        raise FitError(f"ridge_lambda {ridge_lambda}: expected a finite number >= 0 or 'auto'")
     if not 0 <= held_out <= 0.5:
         raise FitError(f"held_out {held_out}: expected a share between 0 and 0.5")
     if head < 0:
@@ -518,6 +589,39 @@ def _check_arguments(
     if max_tokens is not None and max_tokens < 1:
         raise FitError(f"max_tokens {max_tokens}: expected >= 1")
     _target(layout, range(min(splits) + 1, layout.num_layers))
+
+
+def check_solution(
+    model: nn.Module,
+    splits: Sequence[int],
+    *,
+    default_split: int | None,
+    ridge_lambda: float | str,
+    features: Sequence[str] | str,
+    gains: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Refuse what `fit_sums` would refuse of its arguments, before a long pass over texts.
+
+    Raises:
+        FitError: an argument makes no sense, or maps are attached that a choice among others would replace.
+    """
+    if default_split is not None and default_split not in splits:
+        raise FitError(f"default_split {default_split}: expected one of the splits {list(splits)}")
+    if isinstance(ridge_lambda, str) and ridge_lambda != "auto":
+        raise FitError(f"ridge_lambda {ridge_lambda!r}: expected a number >= 0 or 'auto'")
+    if not isinstance(ridge_lambda, str) and not (ridge_lambda >= 0 and math.isfinite(ridge_lambda)):
+        raise FitError(f"ridge_lambda {ridge_lambda}: expected a finite number >= 0 or 'auto'")
+    if features != "auto":
+        _given_features(features)
+    if gains not in (*GAINS, "auto"):
+        raise FitError(f"gains {gains!r}: expected one of {', '.join(GAINS)} and auto")
+    from ridgefill.attachment import is_attached  # choosing attaches maps
+
+    if "auto" in (features, gains) and is_attached(model):
+        raise FitError("the model has maps attached, and choosing features or gains attaches others; detach() first")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise FitError(f"dtype {dtype}: a map file holds bfloat16, float16 or float32")
 
 
 def _check_rows(rows: int, n_in: int) -> None:
@@ -554,16 +658,3 @@ def _products(layout: DecoderLayout) -> str:
     device = _moments_device(layout)
     has_cores = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)  # Turing's take no bfloat16
     return "bfloat16" if layout.embeddings.dtype.itemsize == 2 and has_cores else "float32"
-
-
-def _text_entries(texts: dict[int, TextRecord]) -> list[dict[str, Any]]:
-    entries = [{"name": t.name, "sha256": t.digest.hexdigest(), "rows": t.rows} for t in texts.values()]
-    sizes = itertools.accumulate(len(json.dumps(entry, ensure_ascii=False).encode()) + 2 for entry in entries)
-    room = sum(size <= _LISTED_TEXTS_BYTES for size in sizes)
-    listed, rest = entries[:room], entries[room:]
-    if not rest:
-        return listed
-    record = TextRecord(f"{len(rest)} more texts (sha256 of their sha256s in order)", sum(t["rows"] for t in rest))
-    for entry in rest:
-        record.digest.update(entry["sha256"].encode())
-    return [*listed, {"name": record.name, "sha256": record.digest.hexdigest(), "rows": record.rows}]

@@ -54,7 +54,7 @@ def test_sums_are_within_the_stated_bound(rows: int, n_in: int, n_out: int, dtyp
     moments = device_moments(n_in, n_out, products)
     for piece in range(0, rows, 3000):
         moments.add(x[piece : piece + 3000], y[piece : piece + 3000])
-    moments._flush()
+    moments.flush()
     assert moments.n == rows
     assert moments._x_shift is not None
     assert moments._y_shift is not None
@@ -85,6 +85,29 @@ def test_merged_sums_are_those_of_one_pass() -> None:
     first.merge(second)
     for found, expected in zip(vars(first.centred()).values(), vars(whole.centred()).values(), strict=True):
         torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("kept_after", [1, 5, 8, 11])  # pieces of one block each; eight blocks meet in float64
+def test_sums_go_on_from_a_file_as_if_never_stopped(kept_after: int) -> None:
+    x, y = sample(12 * 64, 6, 4)
+    pieces = list(zip(x.split(64), y.split(64), strict=True))
+    whole, first, second = (device_moments(6, 4, "bfloat16") for _ in range(3))
+    for piece in pieces:
+        whole.add(*piece)
+    for piece in pieces[:kept_after]:
+        first.add(*piece)
+    kept = first.tensors()
+    assert ("part_xx" in kept) == (kept_after % 8 > 0)
+    second.restore(kept)
+    for piece in pieces[kept_after:]:
+        second.add(*piece)
+    for found, expected in zip(vars(second.centred()).values(), vars(whole.centred()).values(), strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    # The host's sums take what is whole.
+    whole.flush()
+    plain = Moments(6, 4)
+    plain.restore(whole.tensors())
+    assert torch.equal(plain.centred().sxx, whole.centred().sxx)
 
 
 def test_a_split_without_late_layers_has_no_targets() -> None:

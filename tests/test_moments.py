@@ -119,6 +119,42 @@ def test_merge_with_empty_sums_changes_nothing() -> None:
         assert torch.equal(found.y_mean, expected.y_mean)
 
 
+def test_sums_that_begin_with_the_same_rows_meet_without_rounding() -> None:
+    # Integers far from the shift: float32 products are exact about one shift, and would not be about each one's own.
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(-64, 65, (64, N_IN), generator=generator).float()
+    y = torch.randint(-64, 65, (64, N_OUT), generator=generator).float()
+    whole, parts = Moments(N_IN, N_OUT), [Moments(N_IN, N_OUT) for _ in range(2)]
+    for moments in (whole, *parts):
+        assert not moments.begun
+        moments.begin(x[:1], y[:1])
+        assert moments.begun
+        assert moments.n == 0
+    for row in range(64):
+        whole.add(x[row : row + 1], y[row : row + 1])
+        parts[row % 2].add(x[row : row + 1], y[row : row + 1])
+    parts[0].merge(parts[1])
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(parts[0].tensors()[name], tensor), name
+
+
+def test_restored_sums_are_those_that_were_kept() -> None:
+    x, y = _rows(3000, outliers=True)
+    first, second = _streamed(x[:2000], y[:2000], [2000]), Moments(N_IN, N_OUT)
+    second.restore(first.tensors())
+    first.add(x[2000:], y[2000:])
+    second.add(x[2000:], y[2000:])
+    for name, tensor in first.tensors().items():
+        assert torch.equal(second.tensors()[name], tensor), name
+    untouched = Moments(N_IN, N_OUT)
+    untouched.restore(Moments(N_IN, N_OUT).tensors())
+    assert not untouched.begun
+    with pytest.raises(FitError, match=r"expected a tensor xx \[24, 24\], found \[23, 23\]"):
+        second.restore({**first.tensors(), "xx": torch.zeros(23, 23)})
+    with pytest.raises(FitError, match=r"expected a tensor yy \[40\], found none"):
+        second.restore({name: tensor for name, tensor in first.tensors().items() if name != "yy"})
+
+
 def test_wrong_shapes_and_no_rows_are_refused() -> None:
     moments = Moments(3, 2)
     with pytest.raises(FitError, match=r"expected x \[rows, 3\] and y \[rows, 2\], found \[5, 4\] and \[5, 2\]"):

@@ -1,15 +1,14 @@
-"""What the command line is given, made into objects: the MODEL argument, and text files as lazy texts."""
+"""What the command line is given, made into objects: the MODEL argument, and the processes of torchrun."""
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ridgefill.errors import RidgeFillError
-
-_READ_BYTES = 1 << 16
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
@@ -18,7 +17,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     Args:
         name: a local folder, a hub id, or a ``.gguf`` file, which transformers unpacks to dense weights.
         dtype: "auto" (the checkpoint's own), "bfloat16", "float16" or "float32".
-        device: a torch device, or "auto": the first CUDA device if there is one, else the CPU.
+        device: a torch device, or "auto": the first CUDA device if there is one (under torchrun, each process its own),
+            else the CPU.
 
     Raises:
         RidgeFillError: torch or transformers is missing, or the model cannot be read.
@@ -45,6 +45,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         raise RidgeFillError(f"model {name}: no such folder")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and "TORCHELASTIC_RUN_ID" in os.environ:
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -55,57 +57,16 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     return model.to(device).eval(), tokenizer
 
 
-class TextFile:
-    """A UTF-8 file as an iterable of pieces; a file that is not UTF-8 text gives none and is counted as skipped."""
+@contextmanager
+def process_group() -> Iterator[int]:
+    """Join the processes that torchrun has started, if it has, while the block runs; gives this one's number."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield 0
+        return
+    import torch.distributed as dist
 
-    def __init__(self, path: Path, skipped: list[Path]) -> None:
-        self.path = path
-        self._skipped = skipped
-
-    def __iter__(self) -> Iterator[str]:
-        # Checked to its end before the first piece: half a binary file is no text.
-        if self._is_text():
-            # newline="": the sha256 of the pieces is that of the file.
-            with open(self.path, encoding="utf-8", newline="") as file:
-                while piece := file.read(_READ_BYTES):
-                    yield piece
-        else:
-            self._skipped.append(self.path)
-
-    def _is_text(self) -> bool:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        with open(self.path, "rb") as file:
-            try:
-                while block := file.read(_READ_BYTES):
-                    if "\0" in decoder.decode(block):
-                        return False
-                decoder.decode(b"", final=True)
-            except UnicodeDecodeError:
-                return False
-        return True
-
-
-def text_files(paths: Sequence[Path], skipped: list[Path]) -> list[tuple[str, TextFile]]:
-    """Named lazy texts: each path itself, or all files below it in sorted order, hidden ones left out.
-
-    Names are relative to the given path, so that a map file holds nothing of the machine's folders.
-
-    Raises:
-        RidgeFillError: a path does not exist, or there is no file at all.
-    """
-    found: list[tuple[str, TextFile]] = []
-    for path in paths:
-        if path.is_dir():
-            for file in sorted(path.rglob("*")):
-                relative = file.relative_to(path)
-                if file.is_file() and not any(part.startswith(".") for part in relative.parts):
-                    found.append((relative.as_posix(), TextFile(file, skipped)))
-        elif path.is_file():
-            found.append((path.name, TextFile(path, skipped)))
-        elif path.exists():
-            raise RidgeFillError(f"text {path}: not a regular file (a text is read twice); write it to a file first")
-        else:
-            raise RidgeFillError(f"text {path}: no such file or folder")
-    if not found:
-        raise RidgeFillError(f"text {', '.join(map(str, paths))}: no files found")
-    return found
+    dist.init_process_group()
+    try:
+        yield int(dist.get_rank())
+    finally:
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`ridgefill fit`, `gate`, `lm-eval`, `inspect`, `bench`, `demo`. Results go to stdout, everything else to stderr."""
+"""`ridgefill fit`, `moments`, `gate`, `lm-eval`, `inspect`, `bench`, `demo`. Results to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ridgefill.errors import RidgeFillError
+
+if TYPE_CHECKING:
+    from ridgefill.evaluate.stats import Interval
+    from ridgefill.ladder import Rung
+    from ridgefill.sample import Sample
 
 # torch, transformers and rich load inside the commands: `ridgefill --help` and `inspect` need no torch.
 
@@ -41,6 +46,7 @@ _PHASES = {
     "solve": "solving splits",
     "held-out": "measuring held-out windows",
     "choose": "choosing features and gains",
+    "ladder": "comparing splits",
     "stock": "asking the stock model",
     "needles": "needles",
     "distance": "far-dependent tokens, controls",
@@ -102,11 +108,11 @@ def commands() -> None:
     """
 
 
-def _parse_splits(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+def _parse_splits(_: click.Context, __: click.Parameter, value: str | None) -> str | tuple[int, ...] | None:
     try:
-        return tuple(int(part) for part in value.split(","))
+        return value if value in (None, "auto") else tuple(int(part) for part in str(value).split(","))
     except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of layer numbers like 15,20") from None
+        raise click.BadParameter(f"{value!r} is neither auto nor a list of layer numbers like 15,20") from None
 
 
 def _parse_lambda(_: click.Context, __: click.Parameter, value: str) -> float | str:
@@ -133,20 +139,60 @@ def _parse_tokens(_: click.Context, __: click.Parameter, value: str | None) -> i
     "--text",
     "texts",
     multiple=True,
-    required=True,
     type=click.Path(path_type=Path),
-    help="A UTF-8 text file, or a folder of them; repeat for more. Varied text is better than much text.",
+    help="A UTF-8 text file, .jsonl file or folder of them; repeat for more. Varied text is better than much text.",
+)
+@click.option(
+    "--dataset",
+    "datasets",
+    metavar="NAME",
+    multiple=True,
+    help="A Hugging Face dataset, as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (train), by the package datasets.",
+)
+@click.option(
+    "--field",
+    default="text",
+    show_default=True,
+    help="The field of .jsonl lines and datasets that holds the text, or messages for the model's chat template.",
+)
+@click.option(
+    "--exclude",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="An evaluation file or folder: texts that share 50 words in a row with it are dropped and counted.",
+)
+@click.option(
+    "--moments",
+    "sums_path",
+    type=click.Path(path_type=Path),
+    help="Solve from the sums in this file, a checkpoint or several merged, instead of reading texts.",
 )
 @click.option(
     "--split",
     "splits",
-    metavar="LAYERS",
+    metavar="LAYERS|auto",
     callback=_parse_splits,
-    required=True,
     help="Split layers, like 15,20: a lower split is faster, a higher one closer to the model. Half to two thirds "
-    "of the depth is a good start.",
+    "of the depth is a good start; auto fits a ladder of them (with --moments, all) and shows what each saves and "
+    "loses.  [with --moments: all in the file]",
 )
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The map file to write.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="The map file to write; not needed with --checkpoint."
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Keep the sums in this file; a pass that was killed goes on from it, and --moments takes it when it is done.",
+)
+@click.option(
+    "--checkpoint-every",
+    "checkpoint_rows",
+    metavar="ROWS",
+    type=click.IntRange(min=1),
+    default=65_536,
+    show_default=True,
+    help="Rows between two writes of it.",
+)
 @click.option("--default-split", type=int, help="The split to attach when none is named.  [default: the highest]")
 @click.option(
     "--tokens",
@@ -203,8 +249,14 @@ def _parse_tokens(_: click.Context, __: click.Parameter, value: str | None) -> i
 def fit(
     model: str,
     texts: tuple[Path, ...],
-    splits: tuple[int, ...],
-    output: Path,
+    datasets: tuple[str, ...],
+    field: str,
+    exclude: tuple[Path, ...],
+    sums_path: Path | None,
+    splits: str | tuple[int, ...] | None,
+    output: Path | None,
+    checkpoint: Path | None,
+    checkpoint_rows: int,
     default_split: int | None,
     tokens: int | str | None,
     window_tokens: int,
@@ -221,22 +273,38 @@ def fit(
     """Fit maps for MODEL from text and write them to one file.
 
     MODEL is a folder with a Hugging Face causal language model, a hub id, or a .gguf file. Nothing is trained and no
-    weight changes: the text runs through the model once, and each map is one least-squares solution.
+    weight changes: the text runs through the model once, and each map is one least-squares solution. Under torchrun,
+    processes share the text.
 
-    Example: ridgefill fit ./my-model --text docs/ --text src/ --split 15,20 -o maps.safetensors
+    \b
+    Examples:
+      ridgefill fit ./my-model --text docs/ --text src/ --split 15,20 -o maps.safetensors
+      ridgefill fit ./my-model --text docs/ --split 10,15,20 --checkpoint docs.moments
+      ridgefill fit ./my-model --moments docs.moments --split 15 --lambda 1e-2 -o maps.safetensors
     """
-    from ridgefill.cli.loading import load_model, text_files
+    from ridgefill.cli.loading import load_model, process_group
+    from ridgefill.texts import ChatFormat, Contamination, dataset_texts, find_texts
 
-    _check_output(output)
+    _check_fit_options(bool(texts or datasets), sums_path, splits, output, checkpoint)
+    for path in (output, checkpoint):
+        if path is not None:
+            _check_output(path)
     skipped: list[Path] = []
-    named_texts = text_files(texts, skipped)
+    chat = ChatFormat()
+    named_texts = find_texts(texts, skipped=skipped, field=field, chat=chat) if texts else []
+    for name in datasets:
+        named_texts += dataset_texts(name, field=field, chat=chat)
+    contamination = Contamination(exclude) if exclude else None
+    if contamination is not None:
+        named_texts = contamination.without(named_texts)
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    chat.tokenizer = tokenizer
 
     import torch
 
     from ridgefill.calibrate import bfloat16_rate_share
-    from ridgefill.solve import fit as fit_maps
-    from ridgefill.solve import fit_backend
+    from ridgefill.ladder import ladder, ladder_splits
+    from ridgefill.solve import check_solution, fit_backend, fit_sums, load_sums, sum_texts
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -247,36 +315,157 @@ def fit(
     if tokens is None:
         tokens = _TOKENS_PER_COLUMN * int(loaded.config.get_text_config().hidden_size)
     chosen, reason = fit_backend(loaded, backend)
+    solution: dict[str, Any] = {
+        "default_split": default_split,
+        "ridge_lambda": ridge_lambda,
+        "features": features,
+        "gains": gains,
+    }
+    chosen_splits = None if isinstance(splits, str) else splits
+    rungs: list[Rung] = []
     started = time.perf_counter()
     try:
         with _warnings_as_lines(), _progress_bars() as progress:
-            maps = fit_maps(
-                loaded,
-                tokenizer,
-                named_texts,
-                splits,
-                default_split=default_split,
-                max_tokens=None if isinstance(tokens, str) else tokens,
-                window_tokens=window_tokens,
-                head=head,
-                ridge_lambda=ridge_lambda,
-                features=features,
-                gains=gains,
-                backend=backend,
-                progress=progress,
-            )
+            if sums_path is not None:
+                sums = load_sums(loaded, tokenizer, sums_path, backend=backend)
+            else:
+                if chosen_splits is None:
+                    chosen_splits = tuple(ladder_splits(loaded.config.get_text_config().num_hidden_layers))
+                check_solution(loaded, chosen_splits, **solution)
+                if checkpoint is not None and checkpoint.exists():
+                    click.echo(f"{checkpoint}: the pass goes on from the sums there", err=True)
+                with process_group() as process:
+                    sums = sum_texts(
+                        loaded,
+                        tokenizer,
+                        named_texts,
+                        chosen_splits,
+                        max_tokens=None if isinstance(tokens, str) else tokens,
+                        window_tokens=window_tokens,
+                        head=head,
+                        features=features,
+                        held_out_sums=ridge_lambda == "auto",
+                        backend=backend,
+                        checkpoint=checkpoint,
+                        checkpoint_rows=checkpoint_rows,
+                        progress=progress,
+                    )
+                if process > 0:  # the first one writes what all have summed
+                    return
+            if output is not None:
+                maps = fit_sums(loaded, tokenizer, sums, chosen_splits, progress=progress, **solution)
+                maps.save(output)
+                if splits == "auto":
+                    rungs = ladder(loaded, maps, sums.held_out_windows, progress)
     finally:
-        if skipped:  # also before an error: it may be why there are too few rows
+        # Also before an error: it may be why there are too few rows.
+        dropped = [] if contamination is None else contamination.dropped
+        if skipped:
             click.echo(f"skipped {len(skipped)} files that are not UTF-8 text (the first: {skipped[0].name})", err=True)
+        if dropped:
+            click.echo(
+                f"dropped {len(dropped)} texts that share 50 words with --exclude (the first: {dropped[0]})", err=True
+            )
     seconds = time.perf_counter() - started
-    maps.save(output)
+    if output is None:
+        _print_sums(checkpoint, sums, json_output)
+        return
     document = _read_document(output)
     if json_output:
-        by = {"backend": chosen, "backend_reason": reason}
-        click.echo(json.dumps({**document, "seconds": round(seconds, 3), "skipped_files": len(skipped), **by}))
+        counts = {"seconds": round(seconds, 3), "skipped_files": len(skipped), "dropped_texts": len(dropped)}
+        by = {"backend": chosen, "backend_reason": reason, **({"ladder": list(map(asdict, rungs))} if rungs else {})}
+        click.echo(json.dumps({**document, **counts, **by}))
     else:
         _print_document(document)
+        if rungs:
+            _print_ladder(rungs)
         click.echo(f"fitted in {seconds:.1f} s; sums and systems by {chosen}: {reason}", err=True)
+
+
+def _print_ladder(rungs: Sequence[Rung]) -> None:
+    """What each split saves and loses; those that no other beats in both are marked."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ridgefill.ladder import PROMPT_TOKENS
+
+    def cell(interval: Interval) -> str:
+        return f"{interval.estimate:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
+
+    first = rungs[0]
+    title = f"ladder: {first.prompts} held-out prompts, nats a token to stock [95%]"
+    table = Table(title=title, title_justify="left")
+    for name in ("split", f"operations\nexact/filled\n{PROMPT_TOKENS:,} tokens", "KL", f"dNLL\nlast {first.tail}"):
+        table.add_column(name, justify="right")
+    table.add_column(f"dNLL\nlast {first.end_tokens}", justify="right")
+    table.add_column("")
+    for rung in rungs:
+        figures = (cell(interval) for interval in (rung.kl, rung.dnll, rung.dnll_end))
+        table.add_row(str(rung.split), f"{rung.ratio:.2f}", *figures, "pareto" if rung.pareto else "")
+    Console(width=140).print(table)
+
+
+def _check_fit_options(
+    reads_texts: bool,
+    sums_path: Path | None,
+    splits: str | tuple[int, ...] | None,
+    output: Path | None,
+    checkpoint: Path | None,
+) -> None:
+    """Refuse options of which one is missing, or would be without effect."""
+    if reads_texts == (sums_path is not None):
+        raise click.UsageError(
+            "expected either --text (or --dataset), to read, or --moments, to solve from what was read"
+        )
+    if reads_texts and splits is None:
+        raise click.UsageError("expected --split, like --split 15,20")
+    if output is None and (checkpoint is None or sums_path is not None):
+        raise click.UsageError("expected -o, the map file to write, or with --text a --checkpoint that keeps the sums")
+    source = click.get_current_context().get_parameter_source
+    of_the_pass = ("field", "exclude", "tokens", "window_tokens", "head", "checkpoint", "checkpoint_rows")
+    for name in of_the_pass if sums_path else ():
+        if source(name) == click.core.ParameterSource.COMMANDLINE:
+            option = {"window_tokens": "window", "checkpoint_rows": "checkpoint-every"}.get(name, name)
+            raise click.UsageError(f"--{option} belongs to the pass over texts, and that of {sums_path} is over")
+
+
+def _print_sums(path: Path | None, sums: Sample, json_output: bool) -> None:
+    """What a moments file holds, and what it is for."""
+    settings = sums.settings
+    figures = {"path": str(path), "rows": sums.rows, "texts": len(sums.texts), **settings}
+    if json_output:
+        click.echo(json.dumps(figures))
+    else:
+        splits = ",".join(map(str, settings["splits"]))
+        click.echo(
+            f"{path}: {sums.rows:,} rows of {len(sums.texts)} texts, splits {splits}, features "
+            f"{' + '.join(settings['features'])}; ridgefill fit MODEL --moments {path} -o maps.safetensors solves it"
+        )
+
+
+@commands.group()
+def moments() -> None:
+    """Sums of a fit's pass over texts, as --checkpoint keeps them."""
+
+
+@moments.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The moments file to write.")
+@click.option("--json", "json_output", is_flag=True, help="Print the result as one JSON document.")
+@reports_errors
+def merge(files: tuple[Path, ...], output: Path, json_output: bool) -> None:
+    """Add up FILES: finished passes with equal settings over different texts, from any machines.
+
+    Example: ridgefill moments merge a.moments b.moments -o all.moments
+    """
+    _check_output(output)
+    try:
+        from ridgefill.sample import merge_files
+    except ModuleNotFoundError as error:
+        raise RidgeFillError(f"the package {error.name!r} is not installed: run pip install 'ridgefill[hf]'") from error
+    merged = merge_files(files)
+    merged.save(output)
+    _print_sums(output, merged, json_output)
 
 
 def _parse_numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -419,7 +608,7 @@ def lm_eval_tasks(arguments: tuple[str, ...]) -> None:
         from ridgefill.evaluate import lm_eval as harness
     except ImportError as error:
         package = (error.name or "lm_eval").partition(".")[0]
-        raise RidgeFillError(f"the package {package!r} is not installed: run pip install 'ridgefill[lm-eval]'") from error
+        raise RidgeFillError(f"the package {package!r} is missing: run pip install 'ridgefill[lm-eval]'") from error
     # Later releases than 0.4.13 find it by its entry point, and leave alone what is registered before.
     if "ridgefill" not in model_registry:
         model_registry.register("ridgefill", target=harness.RidgeFillLM)
@@ -599,12 +788,12 @@ def _warnings_as_lines() -> Iterator[None]:
 
 @contextmanager
 def _progress_bars() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Progress bars on stderr, one for each phase that reports."""
+    """Progress bars on stderr, one for each phase that reports; torchrun's first process shows them for all."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")) as bars:
         tasks: dict[str, Any] = {}
 
         def progress(phase: str, done: int, total: int | None) -> None:
