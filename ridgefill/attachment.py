@@ -33,7 +33,7 @@ from ridgefill.maps import RidgeMaps, SplitMaps
 from ridgefill.prefill import Bulk, FillSettings, Step
 from ridgefill.provenance import Provenance
 from ridgefill.residency import MAP_DTYPES, RESIDENCIES, Copies, Holding, host_obstacle
-from ridgefill.scorers import RowScorer
+from ridgefill.scorers import AttentionScorer, RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
 from ridgefill.verdict import gate_word
 from ridgefill.writers import late_layer_writers, probe_layers
@@ -151,8 +151,9 @@ class Attachment:
 
         ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. ``ran``
         is the tier that it ran in, which ``auto`` chooses at each call and a `request` may name. ``rows_selected`` rows
-        of the fill span ran exactly through every layer (``gates``: how many ran on at each gate); when none did,
-        ``selection`` says why. ``gate`` is the map file's acceptance gate on these settings, in words
+        of the fill span ran exactly through every layer (``gates``: how many ran on at each gate; with share ``auto``,
+        ``attention_mass``: what part of the tail's attention to the bulk they carry); when none did, ``selection`` says
+        why. ``gate`` is the map file's acceptance gate on these settings, in words
         (`ridgefill gate`). Decode steps are counted in ``counters``, and do not replace the prefill before them.
         ``rows_selected_again`` are rows that an earlier call on the same cache had filled; where a call is not filled
         and only selects such rows, that is its record. ``stream`` says where the streams of filled rows are kept, and
@@ -526,7 +527,7 @@ class Attachment:
         self._calls.current, rows.WAITING.selection = None, None
         step, now, selection = call.step, time.perf_counter(), call.selection
         kept = provenance.of(step.cache)
-        selected, again, gates = 0, 0, dict[int, int]()
+        selected, again, gates, mass = 0, 0, dict[int, int](), None
         if isinstance(selection, rows.Selection):
             gates = {split: chosen.shape[1] for split, chosen in selection.chosen.items()}
             if selection.rows is None:
@@ -537,7 +538,11 @@ class Attachment:
                     kept.ran(let_through, selection.rows, tail_from=call.tail_from)
                 # The last group is the call's own bulk, where it has one.
                 selected = 0 if call.again else selection.counts[-1]
-                again, selection = sum(selection.counts) - selected, ""
+                again, mass = sum(selection.counts) - selected, selection.attention_mass
+                nothing = (
+                    "no filled row is left" if mass is None else "no row's attention reaches the least probability"
+                )
+                selection = "" if selected + again else nothing
         record = _record(
             call.reason,
             ran=call.tier,
@@ -552,6 +557,7 @@ class Attachment:
             rows_selected=selected,
             rows_selected_again=again,
             gates=gates,
+            attention_mass=mass,
             selection=selection,
             alarm=step.alarm,
             stream_bytes=0 if kept is None else kept.stream_bytes,
@@ -610,7 +616,8 @@ def attach(
     min_bulk: int = 256,
     loss_budget: float = 0.05,
     tokenizer: Any = None,
-    share: float | None = None,
+    share: float | str | None = None,
+    min_rows: int = 0,
     gates: Mapping[int, float] | None = None,
     scorer: RowScorer | None = None,
     form: str = "auto",
@@ -641,7 +648,10 @@ def attach(
         min_bulk: fewer bulk rows than this are not worth a fill.
         loss_budget: for ``auto``: the most measured loss, in nats a token, that a fill may add.
         tokenizer: checked against the file's tokenizer hash when given.
-        share: the part of the bulk that runs exactly (tiers ``quality``, where None is 0.1, and ``plumb``).
+        share: the part of the bulk that runs exactly (tiers ``quality``, where None is 0.1, and ``plumb``); ``auto``:
+            rows that the tail pays attention to, as many as there are, up to three tenths (`ridgefill.rows`);
+            ``status()["attention_mass"]`` is the part of the tail's attention to the bulk that they carry.
+        min_rows: of each bulk so many rows run exactly at least.
         gates: instead of ``share``, several layers at which the tail chooses anew which part of the bulk runs on,
             ``{10: 0.3, 15: 0.1}``: the lowest is the split, and the file has maps for each.
         scorer: what ranks the bulk's rows; None: the tail's attention (`ridgefill.scorers.AttentionScorer`).
@@ -675,11 +685,14 @@ def attach(
     """
     if tier not in TIERS:
         raise AttachError(f"unknown tier {tier!r}; known: {', '.join(TIERS)}")
-    for name, value, least in (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1)):
+    counts = (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1), ("min_rows", min_rows, 0))
+    for name, value, least in counts:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise AttachError(f"{name} must be an integer of at least {least}, found {value!r}")
-    if tier not in ("quality", "plumb") and not (share is None and gates is None and scorer is None):
-        raise AttachError(f"tier {tier!r} selects no rows; share, gates and scorer belong to tier 'quality'")
+    if tier not in ("quality", "plumb") and not (share is None and gates is None and scorer is None and not min_rows):
+        raise AttachError(f"tier {tier!r} selects no rows; share, min_rows, gates and scorer belong to tier 'quality'")
+    if share == "auto" and not (scorer is None or isinstance(scorer, AttentionScorer)):
+        raise AttachError("share 'auto' compares scores with a probability; the scorer must be an AttentionScorer")
     if gates is not None and (share is not None or not gates or split not in (None, min(gates))):
         raise AttachError(
             f"gates={dict(gates)}, share={share}, split={split} do not fit: gates name every share, and the lowest of "
@@ -725,8 +738,8 @@ def attach(
             tier=tier,
             tail=tail,
             head=head,
-            share=share,
-            chosen_otherwise=gates is not None or scorer is not None,
+            share=None if isinstance(share, str) else share,
+            chosen_otherwise=gates is not None or scorer is not None or share == "auto",
         )
         warnings += [gate_warning] if gate_warning else []
         gate_maps = [loaded.at(gate) for gate in sorted(gates)] if gates else [split_maps]
@@ -756,9 +769,13 @@ def attach(
         if fused is not None and not (tier == "quality" or gates):
             resident = [{}]  # nothing reads the two-step maps
         selection = None
-        if shares := gates or ({} if share is None else {split_maps.split: share}):
+        probability = rows.AUTO_PROBABILITY if share == "auto" else None
+        one_gate = {} if share is None else {split_maps.split: share if probability is None else rows.AUTO_SHARE}
+        if shares := dict[int, Any](gates or one_gate):
             chosen = [
-                rows.Gate(at, shares[at], maps_there, scorer or rows.attention_scorer(layout, at))
+                rows.Gate(
+                    at, shares[at], maps_there, scorer or rows.attention_scorer(layout, at), probability, min_rows
+                )
                 for at, maps_there in zip(sorted(shares), resident, strict=True)
             ]
             selection = rows.selection_settings(layout, chosen)
@@ -949,6 +966,7 @@ def _record(
     rows_selected: int = 0,
     rows_selected_again: int = 0,
     gates: dict[int, int] | None = None,
+    attention_mass: float | None = None,
     selection: str = "",
     alarm: str = "",
     stream_bytes: int = 0,
@@ -962,6 +980,7 @@ def _record(
         "rows_selected": rows_selected,
         "rows_selected_again": rows_selected_again,
         "gates": gates or {},
+        "attention_mass": attention_mass,
         "selection": selection,
         "alarm": alarm,
         "stream_bytes": stream_bytes,

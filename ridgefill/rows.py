@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from ridgefill.prefill import Bulk, FillSettings, Step
     from ridgefill.synth import ResidentMap
 
+# Share "auto": rows that a tail query's head gives at least this probability, or a neighbour; and at most this share.
+AUTO_PROBABILITY, AUTO_SHARE = 0.1, 0.3
 # Rows that run through the late layers together: bounds the mask and the activations, whatever the share.
 _BLOCK_ROWS = 512
 
@@ -188,12 +190,32 @@ def _row_mask(
 
 @dataclass(frozen=True)
 class Gate:
-    """A layer at which the tail chooses the rows that run on exactly, and the maps that predict the others above it."""
+    """A layer at which the tail chooses the rows that run on exactly, and the maps that predict the others above it.
+
+    Attributes:
+        share: of the bulk that runs on; with ``least_probability``, at most.
+        maps: empty in tier plumb, whose rows hold the truth already.
+        least_probability: rows with a lower score do not run on; of a scorer whose scores are log probabilities.
+        min_rows: so many run on at least, as far as there are any.
+    """
 
     split: int
-    share: float  # of the bulk
-    maps: dict[int, ResidentMap]  # empty in tier plumb, whose rows hold the truth already
+    share: float
+    maps: dict[int, ResidentMap]
     scorer: RowScorer
+    least_probability: float | None = None
+    min_rows: int = 0
+
+    def budget(self, rankings: Sequence[Ranking], group: Group) -> int:
+        """How many rows of a group run on, by what its own scorer says of them."""
+        import torch
+
+        count = math.ceil(self.share * group.size)
+        if self.least_probability is not None:
+            above = torch.stack([r.scores for r in rankings]).amax(0) >= math.log(self.least_probability)
+            above = above if group.filled is None else above & group.filled
+            count = min(count, int(above.sum(1).max()))  # one number for all sequences: what the fullest needs
+        return max(count, min(self.min_rows, group.size))
 
 
 @dataclass(frozen=True)
@@ -250,6 +272,7 @@ class Selection:
     seen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=dict)
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by passed gate: positions [batch, count]
     counts: list[int] = field(default_factory=list)  # by group: how many of its rows run on from the last gate
+    attention_mass: float | None = None  # with a least probability: what part of the attention to filled rows they get
     _running: tuple[torch.Tensor, torch.Tensor] | None = None  # the last gate's rows and their stream at the next one
 
     def __post_init__(self) -> None:
@@ -279,6 +302,8 @@ class Selection:
             rankings = [*SpanScorer(self.spans)(view), *rankings]
         if self._running is None:
             rows = self.step.fill_start + self._choose(rankings, gate)
+            if gate.least_probability is not None:
+                self.attention_mass = self._attention_mass(view, rows)
             stream = take_rows(rows - self.bulk.first_row, self.bulk.stream, -2)
         else:
             running, stream = self._running
@@ -314,13 +339,26 @@ class Selection:
             columns = [slice(group.start - start, group.end - start) for group in self.groups]
         chosen, counts = [], []
         for group, part in zip(self.groups, columns, strict=True):
-            within = [replace(r, scores=r.scores[:, part]) for r in rankings]
-            within = within if self.counts else group.candidates(within)
+            ranked = [replace(r, scores=r.scores[:, part]) for r in rankings]
+            within = ranked if self.counts else group.candidates(ranked)
             named = int((within[0].scores > -torch.inf).sum(1).max()) if self.spans else 0
-            counts.append(min(part.stop - part.start, math.ceil(gate.share * group.size) + named))
+            budget = gate.budget(ranked[1:] if self.spans else ranked, group) if gate.share else 0
+            counts.append(min(part.stop - part.start, budget + named))
             chosen.append(part.start + choose_rows(within, counts[-1]))
         self.counts = counts
         return torch.cat(chosen, dim=1)
+
+    def _attention_mass(self, view: TailView, rows: torch.Tensor) -> float:
+        """What part of the attention that the nearest layer's heads pay to candidates goes to ``rows``, on average."""
+        import torch
+
+        attention = view.mean_attention(view.exact_layers[-1])  # [batch, bulk]
+        paid = torch.zeros_like(attention)
+        for group in self.groups:
+            part = slice(group.start - self.step.fill_start, group.end - self.step.fill_start)
+            paid[:, part] = attention[:, part] if group.filled is None else attention[:, part] * group.filled
+        carried = paid.gather(1, rows - self.step.fill_start).sum(1)
+        return float((carried / paid.sum(1).clamp_min(torch.finfo(paid.dtype).tiny)).mean())
 
     def _add_time(self, name: str, seconds: float) -> None:
         self.step.timings[name] = self.step.timings.get(name, 0.0) + 1e3 * seconds
