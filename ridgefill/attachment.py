@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ridgefill import _core, caches, prefill, rows
+from ridgefill import _core, caches, prefill, provenance, rows, turns
 from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
 from ridgefill.epilogue import EpilogueLayer, epilogue_layers
 from ridgefill.errors import AlreadyAttachedError, AttachError, FitError
@@ -30,8 +31,9 @@ from ridgefill.kernels import BACKENDS, choose_backend
 from ridgefill.layout import DecoderLayout, causal_lm, decoder_layout, fingerprint, model_shape
 from ridgefill.maps import RidgeMaps, SplitMaps
 from ridgefill.prefill import Bulk, FillSettings, Step
+from ridgefill.provenance import Provenance
 from ridgefill.residency import MAP_DTYPES, RESIDENCIES, Copies, Holding, host_obstacle
-from ridgefill.scorers import RowScorer
+from ridgefill.scorers import AttentionScorer, RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
 from ridgefill.verdict import gate_word
 from ridgefill.writers import late_layer_writers, probe_layers
@@ -84,10 +86,13 @@ class _Call:
     error_at_entry: BaseException | None
     tail_started: float = 0.0
     selection: rows.Selection | str = ""  # or, in words, why no row is selected
+    again: bool = False  # nothing was filled: rows that an earlier call filled are selected
+    tail_from: int | None = None  # then: from here on, all of them
 
 
 class _Calls(threading.local):
     current: _Call | None = None
+    turn: turns.Turn | None = None  # the forward of a cache that was filled, current or not
 
 
 @dataclass
@@ -108,6 +113,7 @@ class Attachment:
     backend_reason: str = ""
     map_dtype: str = "model"
     residency: str = "device"
+    stream: str = "device"
     selection: rows.SelectionSettings | None = None
     planner: _core.Planner | None = None
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_HISTORY_CALLS))
@@ -119,6 +125,8 @@ class Attachment:
         self._plain_request = _Request(self.tier, self.rule.tail)  # made once: most calls are in no request
         self._handles: list[RemovableHandle] = []
         self._copies = Copies()  # of the last filled call
+        self._token = uuid.uuid4().hex  # says in a cache's record who filled it
+        provenance.OWNERS[self._token] = self
 
     def __enter__(self) -> Attachment:
         return self
@@ -143,10 +151,14 @@ class Attachment:
 
         ``rows_filled`` is 0 and ``spans`` None when the last prefill ran stock; ``reason`` says why in words. ``ran``
         is the tier that it ran in, which ``auto`` chooses at each call and a `request` may name. ``rows_selected`` rows
-        of the fill span ran exactly through every layer (``gates``: how many ran on at each gate); when none did,
-        ``selection`` says why. ``gate`` is the map file's acceptance gate on these settings, in words
+        of the fill span ran exactly through every layer (``gates``: how many ran on at each gate; with share ``auto``,
+        ``attention_mass``: what part of the tail's attention to the bulk they carry); when none did, ``selection`` says
+        why. ``gate`` is the map file's acceptance gate on these settings, in words
         (`ridgefill gate`). Decode steps are counted in ``counters``, and do not replace the prefill before them.
-        ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are the times to launch.
+        ``rows_selected_again`` are rows that an earlier call on the same cache had filled; where a call is not filled
+        and only selects such rows, that is its record. ``stream`` says where the streams of filled rows are kept, and
+        ``stream_bytes`` what the last filled cache keeps. ``timings`` are wall times of the calling thread; on a GPU,
+        which works behind it, they are the times to launch.
         ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the last prefill's copies
         from there, ``map_copies`` has bytes, device times, and the share of copying that no product waited for (asking
         waits for that prefill's end).
@@ -172,6 +184,7 @@ class Attachment:
                 "features": list(self.settings.features.names),
                 "map_dtype": self.map_dtype,
                 "residency": self.residency,
+                "stream": self.stream,
                 "map_bytes": self._map_bytes(),
                 "host_map_bytes": 0 if self.settings.fused is None else self.settings.fused.host_bytes,
                 "map_copies": None if last["spans"] is None else self._copies.figures(),
@@ -283,21 +296,105 @@ class Attachment:
             if step is None:
                 self._run_exact(reason)
                 exact = Step({"input_ids": input_ids}, attention_mask, None, cache, cached, cached, cached)
-                prefill.run_base(self.settings, exact, cached, step_end, cache)
+                with self._noting(cache, step_end - cached, attention_mask):
+                    prefill.run_base(self.settings, exact, cached, step_end, cache)
                 return cache
             call = self._enter(step, step_end, request, reason + planned, started)
             call.selection = "rows of a piece are not selected: the prompt's tail is still to come"
             done = step.fill_end if self._filled(call, replace(self.settings, selects_rows=False)) else cached
             try:
                 if done < step_end:
-                    prefill.run_base(self.settings, step, done, step_end, cache)
+                    with self._noting(cache, step_end - done):
+                        prefill.run_base(self.settings, step, done, step_end, cache)
             except BaseException:
                 self._abandon()
                 raise
             self._end(cache)
         return cache
 
+    def repair(self, cache: Cache, *, rows: Sequence[tuple[int, int]] | None = None) -> int:
+        """Run filled rows of a cache exactly, from the streams that it keeps.
+
+        Every row from the first filled one to the end runs, in ascending order, those of tails and decode steps among
+        them: the cache then equals stock's, fed the same tokens, up to rounding. (Where late layers' caches slide, the
+        rows before run too.) The streams are dropped with that: nothing is filled any more.
+
+        Args:
+            cache: one that this attachment filled.
+            rows: repair only filled rows of these positions ``[from, to)``, pads counted. That is an approximation:
+                they see other filled rows as they are, and rows behind them keep what they have seen.
+
+        Returns:
+            How many rows of each sequence ran; 0 where none is filled.
+
+        Raises:
+            AttachError: the attachment is detached, or the streams are not kept (``stream="none"``, sequences that were
+                exchanged, compiled decode steps, which pass by the hooks); or ``rows`` of a cache that slides.
+            UnsupportedModelError: the attention implementation takes no mask for single rows.
+        """
+        if self.model() is None or not self._handles:
+            raise AttachError("repair() needs the model, and this attachment was detached from it; attach again")
+        if rows is not None and (wrong := [span for span in rows if not 0 <= span[0] < span[1]]):
+            raise AttachError(f"repair: rows are (from, to) with 0 <= from < to, found {wrong[0]}")
+        count = turns.repair(self.settings, self._token, cache, rows)
+        self._count("repaired" if rows is None else "repaired in part")
+        return count
+
     # What the hooks call.
+
+    def _count(self, event: str) -> None:
+        with self._lock:
+            self.counters[event] += 1
+
+    def _noting(self, cache: Cache, count: int, mask: Any = None) -> contextlib.AbstractContextManager[Any]:
+        """Note ``count`` rows that run inside the block, if the cache has a record to note them in."""
+        record = provenance.of(cache)
+        return (
+            contextlib.nullcontext()
+            if record is None
+            else turns.Turn(self.settings, self._token, cache, record, count, mask)
+        )
+
+    def _go_on(self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache, record: Provenance) -> None:
+        """A call on a cache that was filled: note its rows; where that is due, let them choose among filled ones."""
+        if (call := self._calls.current) is not None:  # this call fills: what is left of it is the tail
+            self._calls.turn = turns.Turn(self.settings, self._token, cache, record, call.step_end - call.step.fill_end)
+            return
+        count, arguments = step_rows(self.signature, args, kwargs), self.signature.bind(args, kwargs)
+        turn = turns.Turn(self.settings, self._token, cache, record, count, arguments.get("attention_mask"))
+        self._calls.turn = turn
+        if count < turns.LEAST_TURN_ROWS and not record.cropped:
+            return
+        started, request = time.perf_counter(), self._request()
+        # A draft to verify is as short as a question, but all its rows' logits are asked for.
+        keep = arguments.get("logits_to_keep")
+        asks = keep == 1 or (count > _VERIFY_ROWS and keep != count)
+        choice = self.selection if asks and request.tier in ("quality", "plumb") else None
+        selects, tail_from = turn.due(record, request.tail, choice)
+        if not selects and tail_from is None:
+            return
+        wanted = choice if selects and choice is not None else rows.spans_only(self.settings.split)
+        found = turns.select_again(self.settings, wanted, cache, record, turn, tail_from)
+        if isinstance(found, str):
+            if tail_from is not None:
+                self._in_tail(found)
+            if selects:
+                self._run_exact(f"rows that are filled were not selected again: {found}")
+            return
+        if self.selection is None:
+            for handle in wanted.hook(self.settings.layout):
+                turn.hooks.callback(handle.remove)
+        reason = f"filled rows of earlier calls {'were selected again' if selects else 'lay in the tail'}"
+        call = self._enter(found.step, turn.start + count, request, reason, started)
+        call.again, call.tail_from, call.selection, call.tail_started = True, tail_from, found, time.perf_counter()
+        rows.WAITING.selection = found
+
+    def _in_tail(self, why: str) -> None:
+        with self._lock:
+            first = not self.counters["filled rows in a tail"]
+            self.counters["filled rows in a tail"] += 1
+        if first:
+            _log.warning("rows that are filled lie in the tail of a call on a cropped cache, and stay filled: %s", why)
 
     def _request(self) -> _Request:
         """What this thread's calls ask for now."""
@@ -316,7 +413,7 @@ class Attachment:
     def _enter(self, step: Step, step_end: int, request: _Request, reason: str, started: float) -> _Call:
         """Begin a call that can be undone."""
         tier = "speed" if request.tier == "auto" else request.tier
-        call = _Call(step, step_end, tier, reason, caches.entry_state(step.cache), started, sys.exc_info()[1])
+        call = _Call(step, step_end, tier, reason, provenance.entry_state(step.cache), started, sys.exc_info()[1])
         self._calls.current = call
         return call
 
@@ -324,7 +421,7 @@ class Attachment:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Fill an eligible call and return the arguments with which the stock forward does the tail."""
-        if self._calls.current is not None:
+        if self._calls.current is not None or self._calls.turn is not None:
             self._abandon()  # an interrupt ended the last call without its forward hook
         count = step_rows(self.signature, args, kwargs)
         if count == 1:
@@ -363,7 +460,8 @@ class Attachment:
         if (bulk := self._filled(call, settings)) is None:
             return None
         if choice is not None:
-            call.selection = rows.await_tail(settings, choice, step, bulk, request.exact_spans)
+            wide_step, wide_bulk, groups = turns.with_earlier(settings, step, bulk)
+            call.selection = rows.await_tail(settings, choice, wide_step, wide_bulk, request.exact_spans, groups)
         return (), self._tail_arguments(arguments, step)
 
     def _filled(self, call: _Call, settings: FillSettings) -> Bulk | None:
@@ -381,6 +479,8 @@ class Attachment:
             raise
         if call.step.alarm:
             self._alarm(call.step.alarm)
+        argument = settings.layout.cache_argument
+        provenance.remember_fill(call.step, bulk, owner=self._token, stream=self.stream, cache_argument=argument)
         call.tail_started = time.perf_counter()
         return bulk
 
@@ -414,34 +514,53 @@ class Attachment:
 
     def _end(self, output: Any) -> None:
         """Record a filled call, or undo it when its forward or another hook raised."""
-        call = self._calls.current
+        call, turn = self._calls.current, self._calls.turn
+        failed = output is None or (call is not None and sys.exc_info()[1] is not call.error_at_entry)
+        if turn is not None:
+            self._calls.turn = None
+            turn.close(ran=not failed)
         if call is None:
             return
-        if output is None or sys.exc_info()[1] is not call.error_at_entry:
+        if failed:
             self._abandon()
             return
         self._calls.current, rows.WAITING.selection = None, None
         step, now, selection = call.step, time.perf_counter(), call.selection
-        selected, gates = 0, dict[int, int]()
+        kept = provenance.of(step.cache)
+        selected, again, gates, mass = 0, 0, dict[int, int](), None
         if isinstance(selection, rows.Selection):
             gates = {split: chosen.shape[1] for split, chosen in selection.chosen.items()}
             if selection.rows is None:
                 selection = f"the tail's forward passed gates {sorted(gates)} only"
             else:
-                selected, selection = selection.rows.shape[1], ""
+                if kept is not None:
+                    let_through = selection.chosen[selection.choice.gates[0].split]
+                    kept.ran(let_through, selection.rows, tail_from=call.tail_from)
+                # The last group is the call's own bulk, where it has one.
+                selected = 0 if call.again else selection.counts[-1]
+                again, mass = sum(selection.counts) - selected, selection.attention_mass
+                nothing = (
+                    "no filled row is left" if mass is None else "no row's attention reaches the least probability"
+                )
+                selection = "" if selected + again else nothing
         record = _record(
             call.reason,
             ran=call.tier,
-            spans={
+            spans=None
+            if call.again
+            else {
                 "head": [step.cached_tokens, step.fill_start],
                 "fill": [step.fill_start, step.fill_end],
                 "tail": [step.fill_end, call.step_end],
             },
-            rows_filled=step.fill_end - step.fill_start - selected,
+            rows_filled=0 if call.again else step.fill_end - step.fill_start - selected,
             rows_selected=selected,
+            rows_selected_again=again,
             gates=gates,
+            attention_mass=mass,
             selection=selection,
             alarm=step.alarm,
+            stream_bytes=0 if kept is None else kept.stream_bytes,
             timings={
                 **step.timings,
                 "tail_ms": 1e3 * (now - call.tail_started),
@@ -451,11 +570,14 @@ class Attachment:
         with self._lock:
             self.history.append(record)
             self._copies = step.copies
-            self.counters["filled"] += 1
+            self.counters["selected again" if call.again else "filled"] += 1
 
     def _abandon(self) -> None:
         """Give the caller's cache its rows at entry back."""
         call, self._calls.current, rows.WAITING.selection = self._calls.current, None, None
+        turn, self._calls.turn = self._calls.turn, None
+        if turn is not None:
+            turn.close(ran=False)
         if call is not None:
             call.restore()
             with self._lock:
@@ -494,7 +616,8 @@ def attach(
     min_bulk: int = 256,
     loss_budget: float = 0.05,
     tokenizer: Any = None,
-    share: float | None = None,
+    share: float | str | None = None,
+    min_rows: int = 0,
     gates: Mapping[int, float] | None = None,
     scorer: RowScorer | None = None,
     form: str = "auto",
@@ -502,6 +625,7 @@ def attach(
     map_dtype: str = "model",
     residency: str = "device",
     slots: int = 2,
+    stream: str = "device",
     guard: str = "off",
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
@@ -524,7 +648,10 @@ def attach(
         min_bulk: fewer bulk rows than this are not worth a fill.
         loss_budget: for ``auto``: the most measured loss, in nats a token, that a fill may add.
         tokenizer: checked against the file's tokenizer hash when given.
-        share: the part of the bulk that runs exactly (tiers ``quality``, where None is 0.1, and ``plumb``).
+        share: the part of the bulk that runs exactly (tiers ``quality``, where None is 0.1, and ``plumb``); ``auto``:
+            rows that the tail pays attention to, as many as there are, up to three tenths (`ridgefill.rows`);
+            ``status()["attention_mass"]`` is the part of the tail's attention to the bulk that they carry.
+        min_rows: of each bulk so many rows run exactly at least.
         gates: instead of ``share``, several layers at which the tail chooses anew which part of the bulk runs on,
             ``{10: 0.3, 15: 0.1}``: the lowest is the split, and the file has maps for each.
         scorer: what ranks the bulk's rows; None: the tail's attention (`ridgefill.scorers.AttentionScorer`).
@@ -539,6 +666,10 @@ def attach(
             ``speed`` or ``auto`` copies them layer by layer on a stream of its own.
         slots: how many layers' maps are on the device at a time when they lie on the host: 1, or 2, whose copies run
             beside the products of the layer before.
+        stream: where a filled cache keeps the split layer's block input of its rows, from which later calls run filled
+            rows exactly and `Attachment.repair` all of them: on the ``device``, d values a row; on the ``host``, pinned
+            (the rows of fills; those of tails and decode steps stay on the device); or nowhere, ``none``, which leaves
+            tiers that select rows out.
         guard: whether each fill first compares predicted and exact keys of the 32 rows after the head, which then run
             exactly, with the file's held-out figures (`ridgefill.guard`): where they are worse, ``warn`` fills, counts
             and logs it, and ``exact`` runs the call stock.
@@ -554,11 +685,14 @@ def attach(
     """
     if tier not in TIERS:
         raise AttachError(f"unknown tier {tier!r}; known: {', '.join(TIERS)}")
-    for name, value, least in (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1)):
+    counts = (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1), ("min_rows", min_rows, 0))
+    for name, value, least in counts:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise AttachError(f"{name} must be an integer of at least {least}, found {value!r}")
-    if tier not in ("quality", "plumb") and not (share is None and gates is None and scorer is None):
-        raise AttachError(f"tier {tier!r} selects no rows; share, gates and scorer belong to tier 'quality'")
+    if tier not in ("quality", "plumb") and not (share is None and gates is None and scorer is None and not min_rows):
+        raise AttachError(f"tier {tier!r} selects no rows; share, min_rows, gates and scorer belong to tier 'quality'")
+    if share == "auto" and not (scorer is None or isinstance(scorer, AttentionScorer)):
+        raise AttachError("share 'auto' compares scores with a probability; the scorer must be an AttentionScorer")
     if gates is not None and (share is not None or not gates or split not in (None, min(gates))):
         raise AttachError(
             f"gates={dict(gates)}, share={share}, split={split} do not fit: gates name every share, and the lowest of "
@@ -570,6 +704,7 @@ def attach(
         ("backend", backend, BACKENDS),
         ("map_dtype", map_dtype, MAP_DTYPES),
         ("residency", residency, RESIDENCIES),
+        ("stream", stream, provenance.STREAMS),
         ("guard", guard, MODES),
     ):
         if word not in known:
@@ -578,6 +713,8 @@ def attach(
         raise AttachError(f"slots must be 1 or 2, found {slots!r}")
     if residency == "host" and tier == "quality":
         raise AttachError("residency 'host' streams fused maps; tier 'quality' reads two-step maps on the device too")
+    if stream == "none" and (tier == "quality" or share is not None or gates is not None):
+        raise AttachError("stream 'none' keeps nothing that selected rows could run from; it leaves tier 'speed'")
     if guard != "off" and tier == "plumb":
         raise AttachError("tier 'plumb' predicts nothing that a guard could compare; attach it with guard='off'")
     if tier == "quality" and gates is None and share is None:
@@ -587,6 +724,8 @@ def attach(
         if model in _ATTACHED:
             raise AlreadyAttachedError(f"{type(model).__name__} already has maps attached; call detach() first")
         layout = decoder_layout(model)
+        if stream == "host" and (reason := host_obstacle(next(layout.layers[-1].parameters()).device)):
+            raise AttachError(f"stream 'host' cannot run: {reason}; stream='device' keeps streams where they are made")
         loaded = maps if isinstance(maps, RidgeMaps) else RidgeMaps.load(maps)
         found = fingerprint(model, tokenizer)
         warnings = [
@@ -599,8 +738,8 @@ def attach(
             tier=tier,
             tail=tail,
             head=head,
-            share=share,
-            chosen_otherwise=gates is not None or scorer is not None,
+            share=None if isinstance(share, str) else share,
+            chosen_otherwise=gates is not None or scorer is not None or share == "auto",
         )
         warnings += [gate_warning] if gate_warning else []
         gate_maps = [loaded.at(gate) for gate in sorted(gates)] if gates else [split_maps]
@@ -630,9 +769,13 @@ def attach(
         if fused is not None and not (tier == "quality" or gates):
             resident = [{}]  # nothing reads the two-step maps
         selection = None
-        if shares := gates or ({} if share is None else {split_maps.split: share}):
+        probability = rows.AUTO_PROBABILITY if share == "auto" else None
+        one_gate = {} if share is None else {split_maps.split: share if probability is None else rows.AUTO_SHARE}
+        if shares := dict[int, Any](gates or one_gate):
             chosen = [
-                rows.Gate(at, shares[at], maps_there, scorer or rows.attention_scorer(layout, at))
+                rows.Gate(
+                    at, shares[at], maps_there, scorer or rows.attention_scorer(layout, at), probability, min_rows
+                )
                 for at, maps_there in zip(sorted(shares), resident, strict=True)
             ]
             selection = rows.selection_settings(layout, chosen)
@@ -672,6 +815,7 @@ def attach(
             backend_reason=backend_reason,
             map_dtype=map_dtype,
             residency=residency,
+            stream=stream,
             selection=selection,
             planner=_planner(model, loaded, settings, rule, loss_budget) if tier == "auto" else None,
         )
@@ -789,7 +933,13 @@ def _register(model: nn.Module, attachment: Attachment) -> None:
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attached = owner(module)
-        return None if attached is None else attached._begin(module, args, kwargs)
+        if attached is None:
+            return None
+        replaced = attached._begin(module, args, kwargs)
+        cache = given_cache(kwargs if replaced is None else replaced[1])
+        if cache is not None and (record := provenance.of(cache)) is not None:
+            attached._go_on(args, kwargs, cache, record)
+        return replaced
 
     def after(module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
         attached = owner(module)
@@ -814,9 +964,12 @@ def _record(
     spans: dict[str, list[int]] | None = None,
     rows_filled: int = 0,
     rows_selected: int = 0,
+    rows_selected_again: int = 0,
     gates: dict[int, int] | None = None,
+    attention_mass: float | None = None,
     selection: str = "",
     alarm: str = "",
+    stream_bytes: int = 0,
     timings: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     return {
@@ -825,8 +978,11 @@ def _record(
         "spans": spans,
         "rows_filled": rows_filled,
         "rows_selected": rows_selected,
+        "rows_selected_again": rows_selected_again,
         "gates": gates or {},
+        "attention_mass": attention_mass,
         "selection": selection,
         "alarm": alarm,
+        "stream_bytes": stream_bytes,
         "timings": timings or {},
     }

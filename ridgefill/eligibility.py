@@ -105,7 +105,7 @@ def prepare(
             position_ids = torch.arange(rows, device=tensor.device).expand(tensor.shape[0], -1)
     elif position_ids.ndim not in (2, 3) or position_ids.shape[-1] != rows:
         return None, f"position_ids have shape {tuple(position_ids.shape)}, expected [batch, {rows}], or more of them"
-    padding, refusal = padding_of(arguments.get("attention_mask"), cached, rows, _mask_window(layout))
+    padding, refusal = padding_of(arguments.get("attention_mask"), cached, rows, mask_window(layout))
     if refusal:
         return None, refusal
     left_pads = 0
@@ -176,7 +176,7 @@ def _argument_refusal(
     return None
 
 
-def _mask_window(layout: DecoderLayout) -> int | None:
+def mask_window(layout: DecoderLayout) -> int | None:
     """The window that a ready-made mask of one layer type has: None as soon as one layer sees the whole prompt."""
     return None if None in layout.windows else layout.windows[0]
 

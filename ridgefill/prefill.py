@@ -157,7 +157,7 @@ class Bulk:
         rotary_outputs: the rotary modules' tables, in call order.
         head_cache: the late layers' keys and values of the head rows, where they are not in the step's cache.
         true_inputs: every late layer's true block input (tier ``plumb``), else None.
-        stream_before: the stream of the exact rows before ``first_row``, where the maps read them: ``[batch, .., d]``.
+        before: the pass over a continued call's exact rows before ``first_row``, where there are any.
         window_rows: what late layers whose cache slides would drop, where rows are to be selected.
         tail_features: goes on to the features of the rows after the bulk, once the late layers are written.
     """
@@ -168,7 +168,7 @@ class Bulk:
     rotary_outputs: list[Any]
     head_cache: Cache | None
     true_inputs: dict[int, torch.Tensor] | None
-    stream_before: torch.Tensor | None = None
+    before: Capture | None = None
     window_rows: dict[int, WindowRows] = field(default_factory=dict)
     tail_features: FeatureState | None = None
 
@@ -220,13 +220,13 @@ def fill(settings: FillSettings, step: Step) -> Bulk:
 def run_bulk(settings: FillSettings, step: Step) -> Bulk:
     """Run the head through every layer, and head and bulk through the layers below the split, into the cache."""
     started = time.perf_counter()
-    head_cache, stream_before = _run_head(settings, step)
+    head_cache, before = _run_head(settings, step)
     # An empty cache lets one pass over head and bulk use the causal kernel; a mask over a 4-row head would forbid it.
     first_row = 0 if step.cached_tokens == 0 else step.fill_start
     true_inputs = _true_block_inputs(settings, step, first_row) if settings.true_inputs else None
     step.timings["head_ms"] = 1e3 * (time.perf_counter() - started)
     taken, rotary_outputs = _run_early_layers(settings, step, first_row)
-    return Bulk(first_row, taken.stream, taken.layer_kwargs, rotary_outputs, head_cache, true_inputs, stream_before)
+    return Bulk(first_row, taken.stream, taken.layer_kwargs, rotary_outputs, head_cache, true_inputs, before)
 
 
 def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
@@ -241,7 +241,7 @@ def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
 def predict_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> Iterator[tuple[int, Blocks | caches.Room]]:
     """Every layer from the split on, with its bulk rows' keys and values, or the room where a kernel has put them."""
     # All of x at once: as wide as the stream times the features, and what every late layer's map reads.
-    bulk.tail_features = FeatureState(settings.features, bulk.stream_before)
+    bulk.tail_features = FeatureState(settings.features, None if bulk.before is None else bulk.before.stream)
     visible = None if step.padding is None else step.padding[:, bulk.first_row : step.fill_end].bool()
     x = bulk.tail_features.extend(bulk.stream, visible)  # [batch, rows from first_row, n_in]
     blocks = {} if settings.fused is None else _fused_blocks(settings, settings.fused, step, bulk, x)
@@ -263,12 +263,12 @@ def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Ca
     settings.layout.base(**kwargs, use_cache=True)
 
 
-def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, torch.Tensor | None]:
+def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, Capture | None]:
     """Run the exact rows before the bulk through every layer.
 
     Returns:
         A fresh prompt's rows in a cache of their own, of which the late layers are kept. And, where the bulk's pass
-        will not begin with these rows again, their stream ``[batch, rows, d]``.
+        will not begin with these rows again, what was seen of them.
     """
     from transformers import DynamicCache
 
@@ -279,7 +279,7 @@ def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, torch.T
         run_base(settings, step, step.cached_tokens, step.fill_start, cache)
     if settings.guard is not None:
         settings.guard.check(settings, step, capture, cache)
-    return (None, capture.stream) if step.cached_tokens else (cache, None)
+    return (None, capture) if step.cached_tokens else (cache, None)
 
 
 def _run_early_layers(settings: FillSettings, step: Step, first_row: int) -> tuple[StreamTaken, list[Any]]:

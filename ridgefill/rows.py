@@ -10,11 +10,12 @@ pre-hooks inside the tail's stock forward: nothing here knows how the tail runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgefill import caches
@@ -23,6 +24,7 @@ from ridgefill.scorers import (
     EXACT_LAYERS,
     AttentionScorer,
     QueryReader,
+    Ranking,
     RowScorer,
     SpanScorer,
     TailView,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from ridgefill.prefill import Bulk, FillSettings, Step
     from ridgefill.synth import ResidentMap
 
+# Share "auto": rows that a tail query's head gives at least this probability, or a neighbour; and at most this share.
+AUTO_PROBABILITY, AUTO_SHARE = 0.1, 0.3
 # Rows that run through the late layers together: bounds the mask and the activations, whatever the share.
 _BLOCK_ROWS = 512
 
@@ -111,7 +115,7 @@ def run_rows(
     blocks = zip(torch.split(rows, _BLOCK_ROWS, dim=1), torch.split(stream, _BLOCK_ROWS, dim=1), strict=True)
     for block, hidden in blocks:
         cache = _RowsCache(step, bulk, block, layout.num_layers - 1)
-        take = functools.partial(_take, block - bulk.first_row)
+        take = functools.partial(take_rows, block - bulk.first_row)
         for layer_idx in layers:
             kwargs = bulk.kwargs_for(settings.writers[layer_idx], take)
             columns = range(cache.first_row(layer_idx), step.fill_end)
@@ -135,7 +139,7 @@ def predict_rows(
     for layer_idx in range(gate.split, settings.layout.num_layers):
         writer = settings.writers[layer_idx]
         # The gate's own layer needs no map: its block input is the stream.
-        kwargs = bulk.kwargs_for(writer, functools.partial(_take, rows - bulk.first_row))
+        kwargs = bulk.kwargs_for(writer, functools.partial(take_rows, rows - bulk.first_row))
         if layer_idx == gate.split:
             keys, values = writer.write(stream, kwargs)
         else:
@@ -143,7 +147,7 @@ def predict_rows(
         cache.update(keys, values, layer_idx)
 
 
-def _take(index: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def take_rows(index: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Rows ``index`` ``[batch, count]`` of a tensor whose rows are at ``dim`` (-1 or -2), with or without a batch."""
     import torch
 
@@ -174,6 +178,7 @@ def _row_mask(
         seen &= positions > rows.unsqueeze(-1) - window
     if visible is not None:
         seen &= visible[:, None, columns.start : columns.stop]
+        seen |= positions == rows.unsqueeze(-1)  # a pad sees itself: softmax over nothing is NaN
     seen = seen.unsqueeze(1)
     if layout.config._attn_implementation == "sdpa":
         return seen
@@ -185,12 +190,32 @@ def _row_mask(
 
 @dataclass(frozen=True)
 class Gate:
-    """A layer at which the tail chooses the rows that run on exactly, and the maps that predict the others above it."""
+    """A layer at which the tail chooses the rows that run on exactly, and the maps that predict the others above it.
+
+    Attributes:
+        share: of the bulk that runs on; with ``least_probability``, at most.
+        maps: empty in tier plumb, whose rows hold the truth already.
+        least_probability: rows with a lower score do not run on; of a scorer whose scores are log probabilities.
+        min_rows: so many run on at least, as far as there are any.
+    """
 
     split: int
-    share: float  # of the bulk
-    maps: dict[int, ResidentMap]  # empty in tier plumb, whose rows hold the truth already
+    share: float
+    maps: dict[int, ResidentMap]
     scorer: RowScorer
+    least_probability: float | None = None
+    min_rows: int = 0
+
+    def budget(self, rankings: Sequence[Ranking], group: Group) -> int:
+        """How many rows of a group run on, by what its own scorer says of them."""
+        import torch
+
+        count = math.ceil(self.share * group.size)
+        if self.least_probability is not None:
+            above = torch.stack([r.scores for r in rankings]).amax(0) >= math.log(self.least_probability)
+            above = above if group.filled is None else above & group.filled
+            count = min(count, int(above.sum(1).max()))  # one number for all sequences: what the fullest needs
+        return max(count, min(self.min_rows, group.size))
 
 
 @dataclass(frozen=True)
@@ -208,6 +233,31 @@ class SelectionSettings:
         return [layer.register_forward_pre_hook(on_tail_layer, with_kwargs=True) for layer in layers]
 
 
+@dataclass(frozen=True)
+class Group:
+    """Rows that share a budget: absolute positions ``[start, end)``, all of which are chosen from.
+
+    ``filled``, ``[batch, end - start]`` bool, is given where some of them are exact already: these are no candidates.
+    """
+
+    start: int
+    end: int
+    filled: torch.Tensor | None = None
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Of how many rows a share is taken; the most of any sequence."""
+        return self.end - self.start if self.filled is None else int(self.filled.sum(1).max())
+
+    def candidates(self, rankings: Sequence[Ranking]) -> list[Ranking]:
+        """The same rankings of this group's rows, in which exact rows come last and are taken by none but the last."""
+        if self.filled is None:
+            return list(rankings)
+        kept = [replace(r, scores=r.scores.masked_fill(~self.filled, -math.inf)) for r in rankings]
+        # The last ranking takes any row when it has ranked too few: let that be one that knows which are filled.
+        return [*kept[:-1], replace(kept[-1], part=1.0), Ranking(self.filled.float())]
+
+
 @dataclass
 class Selection:
     """One filled call whose tail is on its way through the gates: what selecting rows needs, and what came of it."""
@@ -217,10 +267,16 @@ class Selection:
     step: Step
     bulk: Bulk
     spans: tuple[tuple[int, int], ...] = ()  # rows that pass every gate beside those that it chooses
+    groups: tuple[Group, ...] = ()  # ascending, within the step's bulk; none given: the bulk is one
     # Block input of the tail and its keyword arguments, by full-attention layer up to the last gate.
     seen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=dict)
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by passed gate: positions [batch, count]
+    counts: list[int] = field(default_factory=list)  # by group: how many of its rows run on from the last gate
+    attention_mass: float | None = None  # with a least probability: what part of the attention to filled rows they get
     _running: tuple[torch.Tensor, torch.Tensor] | None = None  # the last gate's rows and their stream at the next one
+
+    def __post_init__(self) -> None:
+        self.groups = self.groups or (Group(self.step.fill_start, self.step.fill_end),)
 
     @property
     def rows(self) -> torch.Tensor | None:
@@ -241,45 +297,79 @@ class Selection:
         if gate is self.choice.gates[0] and self.bulk.tail_features is not None:
             x = self.bulk.tail_features.copy().extend(tail_stream)
         view = TailView(self.step, tail_stream, x, self.seen, self.choice.readers, gate.maps)
-        count = math.ceil(gate.share * view.bulk_rows)
-        rankings = rank(gate.scorer, view) if count else []
+        rankings = rank(gate.scorer, view) if gate.share else []
         if self.spans:
-            named = SpanScorer(self.spans)(view)[0]
-            count = min(view.bulk_rows, count + int((named.scores[0] > -torch.inf).sum()))
-            rankings = [named, *rankings]
+            rankings = [*SpanScorer(self.spans)(view), *rankings]
         if self._running is None:
-            rows = self.step.fill_start + choose_rows(rankings, count)
-            stream = _take(rows - self.bulk.first_row, self.bulk.stream, -2)
+            rows = self.step.fill_start + self._choose(rankings, gate)
+            if gate.least_probability is not None:
+                self.attention_mass = self._attention_mass(view, rows)
+            stream = take_rows(rows - self.bulk.first_row, self.bulk.stream, -2)
         else:
             running, stream = self._running
-            index = choose_rows([r.among(running - self.step.fill_start) for r in rankings], count)
+            index = self._choose([r.among(running - self.step.fill_start) for r in rankings], gate)
             stopping = torch.ones_like(running, dtype=torch.bool).scatter_(1, index, False)
             stopping = stopping.nonzero()[:, 1].view(len(running), -1)
             if stopping.shape[1] and gate.maps:
-                stopped, at_stop = _take(stopping, running, -1), _take(stopping, stream, -2)
+                stopped, at_stop = take_rows(stopping, running, -1), take_rows(stopping, stream, -2)
                 predict_rows(self.settings, self.step, self.bulk, stopped, at_stop, gate)
-            rows, stream = _take(index, running, -1), _take(index, stream, -2)
+            rows, stream = take_rows(index, running, -1), take_rows(index, stream, -2)
         scored = time.perf_counter()
         self.chosen[gate.split] = rows
         end = self.settings.layout.num_layers if self.next_gate is None else self.next_gate.split
         drop = self.choice.drop_unselected
         layers = range(gate.split, end)
-        stream = run_rows(self.settings, self.step, self.bulk, rows, stream, layers, drop_unselected=drop)
+        if rows.shape[1]:
+            stream = run_rows(self.settings, self.step, self.bulk, rows, stream, layers, drop_unselected=drop)
         self._running = (rows, stream)
         self._add_time("score_ms", scored - started)
         self._add_time("selected_ms", time.perf_counter() - scored)
         if self.next_gate is None:
-            self._write_windows()
+            write_windows(self.step, self.bulk)
 
-    def _write_windows(self) -> None:
-        """Give the caches that slide the last rows of their windows, as they are now."""
-        for layer_idx, window_rows in self.bulk.window_rows.items():
-            kept_keys, kept_values = caches.kept_rows(self.step.cache, layer_idx)
-            kept_keys.copy_(window_rows.keys[..., -kept_keys.shape[-2] :, :])
-            kept_values.copy_(window_rows.values[..., -kept_values.shape[-2] :, :])
+    def _choose(self, rankings: Sequence[Ranking], gate: Gate) -> torch.Tensor:
+        """Where among the ranked rows those are that run on, ``[batch, count]``: of each group its share, ascending."""
+        import torch
+
+        if self.counts:  # of the rows that still run, a group's lie behind those of the group before
+            ends = list(itertools.accumulate(self.counts))
+            columns = [slice(end - count, end) for count, end in zip(self.counts, ends, strict=True)]
+        else:
+            start = self.step.fill_start
+            columns = [slice(group.start - start, group.end - start) for group in self.groups]
+        chosen, counts = [], []
+        for group, part in zip(self.groups, columns, strict=True):
+            ranked = [replace(r, scores=r.scores[:, part]) for r in rankings]
+            within = ranked if self.counts else group.candidates(ranked)
+            named = int((within[0].scores > -torch.inf).sum(1).max()) if self.spans else 0
+            budget = gate.budget(ranked[1:] if self.spans else ranked, group) if gate.share else 0
+            counts.append(min(part.stop - part.start, budget + named))
+            chosen.append(part.start + choose_rows(within, counts[-1]))
+        self.counts = counts
+        return torch.cat(chosen, dim=1)
+
+    def _attention_mass(self, view: TailView, rows: torch.Tensor) -> float:
+        """What part of the attention that the nearest layer's heads pay to candidates goes to ``rows``, on average."""
+        import torch
+
+        attention = view.mean_attention(view.exact_layers[-1])  # [batch, bulk]
+        paid = torch.zeros_like(attention)
+        for group in self.groups:
+            part = slice(group.start - self.step.fill_start, group.end - self.step.fill_start)
+            paid[:, part] = attention[:, part] if group.filled is None else attention[:, part] * group.filled
+        carried = paid.gather(1, rows - self.step.fill_start).sum(1)
+        return float((carried / paid.sum(1).clamp_min(torch.finfo(paid.dtype).tiny)).mean())
 
     def _add_time(self, name: str, seconds: float) -> None:
         self.step.timings[name] = self.step.timings.get(name, 0.0) + 1e3 * seconds
+
+
+def write_windows(step: Step, bulk: Bulk) -> None:
+    """Give the caches that slide the last rows of their windows, as they are now."""
+    for layer_idx, window_rows in bulk.window_rows.items():
+        kept_keys, kept_values = caches.kept_rows(step.cache, layer_idx)
+        kept_keys.copy_(window_rows.keys[..., -kept_keys.shape[-2] :, :])
+        kept_values.copy_(window_rows.values[..., -kept_values.shape[-2] :, :])
 
 
 class _Waiting(threading.local):
@@ -297,15 +387,17 @@ def await_tail(
     step: Step,
     bulk: Bulk,
     spans: Sequence[tuple[int, int]] = (),
+    groups: tuple[Group, ...] = (),
 ) -> Selection | str:
     """Let this thread's next forward through the gates select rows; or, in words, why none will be.
 
-    ``spans``: absolute positions ``[from, to)`` of rows that are selected whatever the gates choose.
+    ``spans``: absolute positions ``[from, to)`` of rows that are selected whatever the gates choose. ``groups``: see
+    `Selection`.
     """
     touching = tuple((start, end) for start, end in spans if start < step.fill_end and end > step.fill_start)
     if choice.gates[0].share == 0 and not touching:
         return "exact_spans hold no row of the bulk" if spans else "share is 0"
-    WAITING.selection = Selection(settings, choice, step, bulk, touching)
+    WAITING.selection = Selection(settings, choice, step, bulk, touching, groups)
     return WAITING.selection
 
 
@@ -325,7 +417,8 @@ def on_tail_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if layer_idx in readers:
         selection.seen[layer_idx] = (hidden, {name: v for name, v in kwargs.items() if name != "hidden_states"})
     if layer_idx == gate.split:
-        selection.pass_gate(gate, hidden)
+        with torch.no_grad():
+            selection.pass_gate(gate, hidden)
         if selection.next_gate is None:
             WAITING.selection = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,15 @@ class TailView:
 
         First over all tail queries, then over the last ``last_queries`` of them.
         """
+        queries, step = self._queries(layer_idx), self._step
+        return largest_log_attention(queries, step.fill_start, step.fill_end, step.padding, last_queries)
+
+    def mean_attention(self, layer_idx: int) -> torch.Tensor:
+        """The mean probability that heads and queries give each bulk row: ``[batch, bulk]``."""
+        queries, step = self._queries(layer_idx), self._step
+        return mean_attention(queries, step.fill_start, step.fill_end, step.padding)
+
+    def _queries(self, layer_idx: int) -> Queries:
         if layer_idx in self._seen:
             block_input, layer_kwargs = self._seen[layer_idx]
         else:
@@ -112,8 +121,7 @@ class TailView:
         cached = self._step.cache.layers[layer_idx]
         fill_end = self._step.fill_end
         before = (cached.keys[..., :fill_end, :], cached.values[..., :fill_end, :])
-        queries = self._readers[layer_idx].read(block_input, layer_kwargs, before)
-        return largest_log_attention(queries, self._step.fill_start, fill_end, self._step.padding, last_queries)
+        return self._readers[layer_idx].read(block_input, layer_kwargs, before)
 
 
 def rank(scorer: RowScorer, tail: TailView) -> list[Ranking]:
@@ -252,6 +260,34 @@ def largest_log_attention(
     """
     import torch
 
+    tail = queries.query.shape[2]
+    first_last = tail - min(last_queries, tail)
+    best = []
+    for part in (range(first_last), range(first_last, tail)):
+        found = torch.full((len(queries.query), fill_end - fill_start), -torch.inf, device=queries.key.device)
+        for log_p in _log_attention(queries, fill_start, fill_end, padding, part):
+            found = torch.maximum(found, log_p.amax((1, 2, 3)))
+        best.append(found)
+    return torch.maximum(*best), best[1]
+
+
+def mean_attention(queries: Queries, fill_start: int, fill_end: int, padding: torch.Tensor | None) -> torch.Tensor:
+    """Per bulk row, the mean of the same probabilities over heads and queries: ``[batch, bulk]``, float32."""
+    import torch
+
+    batch, heads, tail, _ = queries.query.shape
+    found = torch.zeros(batch, fill_end - fill_start, device=queries.key.device)
+    for log_p in _log_attention(queries, fill_start, fill_end, padding, range(tail)):
+        found += log_p.exp().sum((1, 2, 3))
+    return found / (heads * tail)
+
+
+def _log_attention(
+    queries: Queries, fill_start: int, fill_end: int, padding: torch.Tensor | None, part: range
+) -> Iterator[torch.Tensor]:
+    """What some of the queries give bulk rows, a few at a time: ``[batch, kv_heads, group, queries, bulk]``."""
+    import torch
+
     batch, heads, tail, width = queries.query.shape
     kv_heads, columns = queries.key.shape[1:3]
     group = heads // kv_heads
@@ -260,21 +296,14 @@ def largest_log_attention(
     later = torch.ones(tail, columns - fill_end, dtype=torch.bool, device=keys.device).triu(1)  # a tail row's future
     pads = None if padding is None else ~padding[:, None, None, None, :columns].bool()
     step = max(1, _SCORE_BYTES // (4 * batch * heads * columns))
-    first_last = tail - min(last_queries, tail)
-    best = []
-    for first, end in ((0, first_last), (first_last, tail)):
-        found = torch.full((batch, fill_end - fill_start), -torch.inf, device=keys.device)
-        for start in range(first, end, step):
-            rows = slice(start, min(start + step, end))
-            logits = (grouped[..., rows, :].flatten(2, 3) @ keys).float()  # [batch, kv, group * rows, columns]
-            logits = logits.view(batch, kv_heads, group, -1, columns)
-            logits[..., fill_end:].masked_fill_(later[rows], -torch.inf)
-            if pads is not None:
-                logits.masked_fill_(pads, -torch.inf)
-            log_p = logits[..., fill_start:fill_end] - logits.logsumexp(-1, keepdim=True)
-            found = torch.maximum(found, log_p.amax((1, 2, 3)))
-        best.append(found)
-    return torch.maximum(*best), best[1]
+    for start in range(part.start, part.stop, step):
+        rows = slice(start, min(start + step, part.stop))
+        logits = (grouped[..., rows, :].flatten(2, 3) @ keys).float()  # [batch, kv, group * rows, columns]
+        logits = logits.view(batch, kv_heads, group, -1, columns)
+        logits[..., fill_end:].masked_fill_(later[rows], -torch.inf)
+        if pads is not None:
+            logits.masked_fill_(pads, -torch.inf)
+        yield logits[..., fill_start:fill_end] - logits.logsumexp(-1, keepdim=True)
 
 
 class _QueriesTaken(Exception):

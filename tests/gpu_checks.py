@@ -139,6 +139,26 @@ def fill(family: str, case: str, **settings: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * most)
 
 
+def turns(kind: str, stream: str) -> None:
+    """A second question's rows run from streams wherever they are kept, and a repaired cache is stock's."""
+    model: Any = tiny_model("llama").to(CUDA)
+    maps = exact_scale(model, feature_maps(model, ("stream",)))
+    ids, argument, found = prompt(ROWS + 21).to(CUDA), cache_argument_name(model.forward), []
+    settings: dict[str, Any] = {**SETTINGS, "tier": "quality", "backend": "cuda", "stream": stream}
+    for tier in ("exact", "quality"):
+        cache: Any = DynamicCache(config=model.config)
+        if kind == "static":
+            cache = StaticCache(config=model.config, max_cache_len=2 * ROWS)
+        with ridgefill.attach(model, maps, **settings) as attachment, attachment.request(tier=tier), torch.no_grad():
+            for first, end in ((0, ROWS), (ROWS, ROWS + 1), (ROWS + 1, ROWS + 21)):
+                model(ids[:, first:end], use_cache=True, logits_to_keep=1, **{argument: cache})
+            assert (attachment.status()["rows_selected_again"] > 0) is (tier == "quality")
+            attachment.repair(cache)
+        found.append([t[..., : ROWS + 21, :] for layer in cache.layers for t in (layer.keys, layer.values)])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
 def slots() -> None:
     """A paged cache gets the same rows from the kernel and from torch."""
     model: Any = tiny_model("qwen3").to(CUDA)
@@ -182,6 +202,9 @@ def _named() -> dict[str, Callable[[], None]]:
     checks["a fill from int8 maps on the host"] = functools.partial(
         fill, "llama", "padded", residency="host", map_dtype="int8"
     )
+    for kind in ("dynamic", "static"):
+        for stream in ("device", "host"):
+            checks[f"turns, {kind} cache, streams on the {stream}"] = functools.partial(turns, kind, stream)
     checks["slots of a paged cache"] = slots
     return checks
 

@@ -66,8 +66,12 @@ def filler_texts(count: int = 24, words: int = 400) -> list[tuple[str, str]]:
     return [(f"text {i}", " ".join(draw.choice(_FILLER) for _ in range(words))) for i in range(count)]
 
 
-def recall_model() -> nn.Module:
-    """The model, in float32."""
+def recall_model(*, looks_at_split: bool = False) -> nn.Module:
+    """The model, in float32.
+
+    With ``looks_at_split`` layer `SPLIT` looks for the same row as `RECALL`, and says nothing: the tail's queries there
+    tell which rows matter.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocab = len(word_tokenizer())
@@ -101,6 +105,9 @@ def recall_model() -> nn.Module:
         model.lm_head.weight[:, _SAID] = codes / 8
         _tell_the_word_before(layers[0].self_attn)
         _recall(layers[RECALL].self_attn)
+        if looks_at_split:
+            _recall(layers[SPLIT].self_attn)
+            layers[SPLIT].self_attn.o_proj.weight.zero_()
     return model
 
 

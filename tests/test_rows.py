@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import ridgefill
-from ridgefill import rows, scorers
+from ridgefill import provenance, rows, scorers
 from ridgefill.errors import AttachError, MapSchemaError, RidgeFillError, UnsupportedModelError
 from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.maps import RidgeMaps
@@ -71,6 +71,8 @@ def test_scores_are_the_largest_softmax_probabilities(
     p = logits.softmax(-1)[..., start:end]
     torch.testing.assert_close(found[0].double(), p.amax((1, 2)).log(), rtol=0, atol=1e-5)
     torch.testing.assert_close(found[1].double(), p[:, :, -2:].amax((1, 2)).log(), rtol=0, atol=1e-5)
+    mean = scorers.mean_attention(Queries(query, key, 0.3), start, end, padding if padded else None)
+    torch.testing.assert_close(mean.double(), p.mean((1, 2)), rtol=1e-5, atol=0)
 
 
 def test_a_budget_is_spent_in_parts_without_repeating_a_row() -> None:
@@ -261,6 +263,82 @@ def test_rows_that_stop_at_a_gate_are_filled_by_its_own_maps(family_model: nn.Mo
     assert torch.equal(filled(gates={3: 20 / 124, 4: 20 / 124}), filled(split=3, share=20 / 124))
 
 
+# --- budgets -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Spy(AttentionScorer):
+    """The default scorer, with what it said kept."""
+
+    said: list[Any] = dataclasses.field(default_factory=list)
+
+    def __call__(self, tail: TailView) -> Any:
+        self.said.append(super().__call__(tail))
+        return self.said[-1]
+
+
+@pytest.mark.parametrize(("quantile", "batch"), [(0.9, 1), (0.9, 3), (0.5, 1)])
+def test_share_auto_runs_the_rows_above_a_probability(
+    monkeypatch: pytest.MonkeyPatch, quantile: float, batch: int
+) -> None:
+    """As many as the sequence with most of them has, up to the cap; and what they carry is what stock pays them."""
+    model, ids = tiny_model("llama"), prompt(ROWS, batch=batch)
+    maps, spy = random_maps(model), Spy()
+    with ridgefill.attach(model, maps, tier="quality", scorer=spy, **SETTINGS):
+        call(model, ids)
+    everywhere = spy.said[0][1].scores  # [batch, bulk], of all queries: the last ones' are among them
+    least = 0.999 * float(everywhere.flatten().quantile(quantile).exp())
+    above = int((everywhere >= math.log(least)).sum(1).max())
+    assert 0 < above < ROWS - TAIL - HEAD
+    monkeypatch.setattr(rows, "AUTO_PROBABILITY", least)
+    expected = min(above, math.ceil(rows.AUTO_SHARE * (ROWS - TAIL - HEAD)))
+    assert (expected < above) is (quantile == 0.5), "the cap is met once"
+    with ridgefill.attach(model, maps, tier="quality", share="auto", **SETTINGS) as attachment:
+        cache = DynamicCache()
+        call(model, ids, None, cache)
+        status = attachment.status()
+        call(model, prompt(20, batch=batch, seed=8), None, cache)
+        again = attachment.status()
+    assert (status["rows_selected"], status["gates"]) == (expected, {3: expected})
+    assert 0 <= again["rows_selected_again"] <= math.ceil(rows.AUTO_SHARE * status["rows_filled"])
+    with ridgefill.attach(
+        model, maps, tier="quality", share=expected / 124, scorer=AttentionScorer(), **SETTINGS
+    ) as fixed:
+        cache = DynamicCache()
+        call(model, ids, None, cache)
+        assert fixed.status()["attention_mass"] is None
+        record = provenance.of(cache)
+    eager = tiny_model("llama", attention="eager")
+    with torch.no_grad():
+        paid = eager(ids, output_attentions=True).attentions[3][:, :, -TAIL:, HEAD : ROWS - TAIL].mean((1, 2))
+    assert record is not None
+    assert record.filled is not None
+    chosen = ~record.filled[:, HEAD:]
+    carried = float(((paid * chosen).sum(1) / paid.sum(1)).mean())
+    assert status["attention_mass"] == pytest.approx(carried, rel=1e-3)
+    assert 0 < carried < 1
+
+
+def test_so_many_rows_run_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model("llama"), prompt(ROWS)
+    maps = random_maps(model)
+
+    def selected(**settings: Any) -> dict[str, Any]:
+        with ridgefill.attach(model, maps, tier="quality", **settings, **SETTINGS) as attachment:
+            call(model, ids)
+            return attachment.status()
+
+    assert selected(share=0.1, min_rows=40)["rows_selected"] == 40
+    assert selected(share=0.5, min_rows=40)["rows_selected"] == 62
+    assert selected(share=0.1, min_rows=4000)["rows_filled"] == 0
+    monkeypatch.setattr(rows, "AUTO_PROBABILITY", 1.0)
+    assert selected(share="auto", min_rows=5)["rows_selected"] == 5
+    nothing = selected(share="auto")
+    assert nothing["rows_selected"] == 0
+    assert nothing["selection"] == "no row's attention reaches the least probability"
+    assert nothing["attention_mass"] == 0
+
+
 # --- what can go wrong ---------------------------------------------------------------------------------------------
 
 
@@ -336,8 +414,15 @@ def test_what_cannot_select_is_refused_by_name() -> None:
         ridgefill.attach(model, two_splits(model), tier="quality", gates={3: 0.1}, split=4)
     with pytest.raises(MapSchemaError, match="no maps for split 5"):
         ridgefill.attach(model, two_splits(model), tier="quality", gates={3: 0.1, 5: 0.05})
-    with pytest.raises(AttachError, match="tier 'speed' selects no rows"):
-        ridgefill.attach(model, maps, tier="speed", share=0.1)
+    for unwanted in ({"share": 0.1}, {"min_rows": 3}):
+        with pytest.raises(AttachError, match="tier 'speed' selects no rows"):
+            ridgefill.attach(model, maps, tier="speed", **unwanted)
+    with pytest.raises(AttachError, match="share 'auto' compares scores with a probability"):
+        ridgefill.attach(model, maps, tier="quality", share="auto", scorer=RandomScorer())
+    with pytest.raises(AttachError, match="share of gate 3 must be a number from 0 to 1, found 'most'"):
+        ridgefill.attach(model, maps, tier="quality", share="most")
+    with pytest.raises(AttachError, match="min_rows must be an integer of at least 0, found -1"):
+        ridgefill.attach(model, maps, tier="quality", min_rows=-1)
     sliding = tiny_model("mistral-sliding")
     with pytest.raises(UnsupportedModelError, match="none lies at or below layer 3"):
         ridgefill.attach(sliding, random_maps(sliding), tier="quality")
