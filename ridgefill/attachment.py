@@ -499,6 +499,7 @@ def attach(
     residency: str = "device",
     slots: int = 2,
     guard: str = "off",
+    tile: int = 1,
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
 
@@ -538,6 +539,8 @@ def attach(
         guard: whether each fill first compares predicted and exact keys of the 32 rows after the head, which then run
             exactly, with the file's held-out figures (`ridgefill.guard`): where they are worse, ``warn`` fills, counts
             and logs it, and ``exact`` runs the call stock.
+        tile: a fill has a multiple of this many rows. Transformers' own scans of recurrent layers are exact at any
+            length; 1 leaves it at that. Kernels that are not declare their chunk here, 64 for example.
 
     Raises:
         MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
@@ -550,7 +553,7 @@ def attach(
     """
     if tier not in TIERS:
         raise AttachError(f"unknown tier {tier!r}; known: {', '.join(TIERS)}")
-    for name, value, least in (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1)):
+    for name, value, least in (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1), ("tile", tile, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise AttachError(f"{name} must be an integer of at least {least}, found {value!r}")
     if tier not in ("quality", "plumb") and not (share is None and gates is None and scorer is None):
@@ -639,6 +642,7 @@ def attach(
             min_bulk=min_bulk,
             reach=features[0].reach,
             probe_rows=0 if guarded is None else PROBE_ROWS,
+            tile=tile,
         )
         settings = prefill.FillSettings(
             layout=layout,
@@ -722,7 +726,10 @@ def _planner(
         "tail": rule.tail,
         "head": rule.head + rule.probe_rows,
         "min_bulk": rule.min_bulk,
+        "tile": rule.tile,
     }
+    if settings.layout.recurrent:  # a shape counts attention layers; the family table knows states
+        return _core.Planner(_core.describe_model(settings.layout.config.to_json_string()), json.dumps(policy))
     return _core.Planner.from_shape(json.dumps(model_shape(model)), json.dumps(policy))
 
 
