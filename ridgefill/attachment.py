@@ -34,7 +34,7 @@ from ridgefill.residency import MAP_DTYPES, RESIDENCIES, Copies, Holding, host_o
 from ridgefill.scorers import RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
 from ridgefill.verdict import gate_word
-from ridgefill.writers import late_layer_writers, probe_layers
+from ridgefill.writers import LayerWriter, late_layer_writers, probe_layers
 
 if TYPE_CHECKING:
     import torch
@@ -500,6 +500,7 @@ def attach(
     slots: int = 2,
     guard: str = "off",
     tile: int = 1,
+    state_correction: float = 1.0,
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
 
@@ -541,6 +542,8 @@ def attach(
             and logs it, and ``exact`` runs the call stock.
         tile: a fill has a multiple of this many rows. Transformers' own scans of recurrent layers are exact at any
             length; 1 leaves it at that. Kernels that are not declare their chunk here, 64 for example.
+        state_correction: how much of the file's corrections the recurrent states of late layers get behind a bulk
+            (`ridgefill.states`): 1 all, 0 nothing.
 
     Raises:
         MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
@@ -556,6 +559,8 @@ def attach(
     for name, value, least in (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1), ("tile", tile, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise AttachError(f"{name} must be an integer of at least {least}, found {value!r}")
+    if isinstance(state_correction, bool) or not 0 <= state_correction <= 2:
+        raise AttachError(f"state_correction must be a number from 0 to 2, found {state_correction!r}")
     if tier not in ("quality", "plumb") and not (share is None and gates is None and scorer is None):
         raise AttachError(f"tier {tier!r} selects no rows; share, gates and scorer belong to tier 'quality'")
     if gates is not None and (share is not None or not gates or split not in (None, min(gates))):
@@ -611,6 +616,7 @@ def attach(
                     "own stream is known; fit this split with the stream alone"
                 )
         writers, rotary_modules = late_layer_writers(layout, split_maps.split)
+        _check_states(split_maps, writers)
         fused, form_reason = None, f"form={form!r} was asked for"
         if tier == "plumb":
             form_reason = "tier plumb writes the true block inputs"
@@ -656,6 +662,7 @@ def attach(
             true_inputs=tier == "plumb",
             selects_rows=selection is not None,
             guard=guarded,
+            state_alpha=float(state_correction),
         )
         attachment = Attachment(
             tier=tier,
@@ -764,6 +771,21 @@ def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> Features:
                 f"{layout.target(layer)} one; fit them again"
             )
     return features
+
+
+def _check_states(split_maps: SplitMaps, writers: Mapping[int, LayerWriter]) -> None:
+    """Refuse corrections of states that the model's layers do not have.
+
+    Raises:
+        AttachError: a correction is shaped unlike its layer's state.
+    """
+    for layer, layer_map in split_maps.layers.items():
+        correction, state = layer_map.state_correction, writers[layer].state_shape
+        if correction is not None and tuple(correction.shape) != state:
+            raise AttachError(
+                f"split {split_maps.split}: layer {layer} has a state_correction {list(correction.shape)}, and its "
+                f"state is {'none' if state is None else list(state)}; fit the maps again"
+            )
 
 
 def _tokenizer_word(tokenizer: Any, maps: RidgeMaps) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ridgefill.states import APPLIED
+
 if TYPE_CHECKING:
     import torch
     from transformers import Cache
@@ -213,10 +215,14 @@ def _restore_state(layer: Any) -> Callable[[], None]:
     before = {name: dict(getattr(layer, name)) for name in (*names, "has_previous_state")}
     states = [before[name][0] for name in names[:2] if before[name][0] is not None]
     values = [state.clone() for state in states]
+    applied = vars(layer).get(APPLIED)
 
     def undo() -> None:
         if not layer.has_previous_state[0]:
             return  # reset in the meantime
+        vars(layer).pop(APPLIED, None)
+        if applied is not None:
+            setattr(layer, APPLIED, applied)
         for state, value in zip(states, values, strict=True):
             state.copy_(value)
         for name, entries in before.items():

@@ -109,7 +109,7 @@ def input_norm(layer: nn.Module) -> Any:
     return next((getattr(layer, name) for name in _INPUT_NORM_NAMES if hasattr(layer, name)), None)
 
 
-def key_norm(attention: nn.Module) -> Any:
+def key_norm(attention: Any) -> Any:
     """The norm that an attention layer applies to its keys, or None where it has none."""
     return next((getattr(attention, name) for name in ("k_norm", "k_layernorm") if hasattr(attention, name)), None)
 

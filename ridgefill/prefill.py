@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ridgefill import caches
+from ridgefill import caches, states
 from ridgefill.features import STREAM, Features, FeatureState
 from ridgefill.residency import Copies
 
@@ -56,6 +56,7 @@ class FillSettings:
     true_inputs: bool = False  # plumb: late layers get their true block input instead of the split layer's stream
     selects_rows: bool = False  # keep what rows of the bulk need to run exactly later
     guard: Guard | None = None  # compares predicted and exact keys of the last rows before the bulk
+    state_alpha: float = 1.0  # how much of the file's corrections recurrent states get (`ridgefill.states`)
 
     @property
     def cost_terms(self) -> dict[str, int | None]:
@@ -314,8 +315,7 @@ def _blocks_of(bulk: Bulk, first: int, end: int) -> Iterator[Callable[[torch.Ten
 def _two_step_blocks(settings: FillSettings, step: Step, bulk: Bulk, x: torch.Tensor, layer_idx: int) -> Blocks:
     """One late layer's bulk rows: its block input predicted from their features ``x``, and the layer's own writer."""
     writer = settings.writers[layer_idx]
-    if settings.layout.keeps_state(layer_idx) and bulk.head_cache is not None:
-        caches.copy_state(step.cache, layer_idx, bulk.head_cache)  # the head's, from which the bulk's rows go on
+    rows_before = _begin_scan(step, bulk, layer_idx) if settings.layout.keeps_state(layer_idx) else 0
     # None: the split layer, or plumb; `attach` checked that no other layer lacks a map.
     predictor = settings.maps.get(layer_idx)
     source = x if predictor is not None else bulk.stream
@@ -330,7 +330,19 @@ def _two_step_blocks(settings: FillSettings, step: Step, bulk: Bulk, x: torch.Te
         if predictor is not None and settings.layout.keeps_keys(layer_idx):
             written = predictor.scaled(*written)
         blocks.append(written)
+    if predictor is not None and predictor.state_correction is not None and settings.state_alpha:
+        rows = rows_before + step.fill_end - step.fill_start
+        state = step.cache.layers[layer_idx]
+        states.put_on(state, predictor.state_correction, alpha=settings.state_alpha, position=step.fill_end, rows=rows)
     return blocks
+
+
+def _begin_scan(step: Step, bulk: Bulk, layer_idx: int) -> int:
+    """Make a layer's state that of the rows before the bulk; returns how many filled rows lie right before it."""
+    rows_before = states.take_off(step.cache.layers[layer_idx], step.fill_start)
+    if bulk.head_cache is not None:
+        caches.copy_state(step.cache, layer_idx, bulk.head_cache)
+    return rows_before
 
 
 def _fused_blocks(

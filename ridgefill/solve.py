@@ -22,6 +22,7 @@ from ridgefill.kernels import choose_backend
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.moments import CentredMoments, Moments
+from ridgefill.state_fit import state_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -170,6 +171,7 @@ def fit(
         head=head,
         gains=gains,
         spectra=sample.spectra,
+        states=lambda best, windows: state_errors(layout, best, windows, sample.head),
         report=report,
     )
     with BlockInputs(layout, splits) as block_inputs:

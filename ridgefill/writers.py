@@ -170,6 +170,8 @@ class LayerWriter:
     rotary_call: int | None
     # The last rows on which all that it keeps depends (a short convolution alone): None where that is every row.
     needed_rows: int | None = None
+    # Of its recurrent state, without the batch; None: it has none.
+    state_shape: tuple[int, ...] | None = None
 
 
 def late_layer_writers(layout: DecoderLayout, split: int) -> tuple[dict[int, LayerWriter], tuple[nn.Module, ...]]:
@@ -294,8 +296,14 @@ def _recurrent(layout: DecoderLayout, layer_idx: int, kwargs: dict[str, Any], ro
         "conv": f"keeps the last {conv.shape[-1]} rows of a convolution",
         "recurrent": "scans the rows into its state",
     }[last]
-    needed_rows = int(conv.shape[-1]) if last == "conv" else None
-    return LayerWriter("recurrent", reason, recurrent_writer(layout, layer_idx, last), rotary_call, needed_rows)
+    return LayerWriter(
+        "recurrent",
+        reason,
+        recurrent_writer(layout, layer_idx, last),
+        rotary_call,
+        needed_rows=int(conv.shape[-1]) if last == "conv" else None,
+        state_shape=None if recurrent is None else tuple(recurrent.shape[1:]),
+    )
 
 
 def _check_rows(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
