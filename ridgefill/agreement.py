@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from ridgefill.features import Features, FeatureState, unit_rms
-from ridgefill.layout import input_norm
+from ridgefill.layout import input_norm, key_norm
 
 if TYPE_CHECKING:
     from ridgefill.capture import BlockInputs, Window
@@ -230,7 +230,7 @@ def project_keys_values(
     normed = block_input if norm is None else norm(block_input)
     keys, values = attention.k_proj(normed), attention.v_proj(normed)
     heads = (len(keys), -1, int(attention.head_dim))
-    k_norm = getattr(attention, "k_norm", None)
+    k_norm = key_norm(attention)
     if k_norm is not None and k_norm.weight.numel() == keys.shape[-1]:
         keys = k_norm(keys).view(heads)  # over all heads at once (olmo2, olmo3)
     elif k_norm is not None:

@@ -36,7 +36,7 @@ from ridgefill.residency import MAP_DTYPES, RESIDENCIES, Copies, Holding, host_o
 from ridgefill.scorers import AttentionScorer, RowScorer
 from ridgefill.synth import ResidentMap, misplaced, resident_maps
 from ridgefill.verdict import gate_word
-from ridgefill.writers import late_layer_writers, probe_layers
+from ridgefill.writers import LayerWriter, late_layer_writers, probe_layers
 
 if TYPE_CHECKING:
     import torch
@@ -627,6 +627,8 @@ def attach(
     slots: int = 2,
     stream: str = "device",
     guard: str = "off",
+    tile: int = 1,
+    state_correction: float = 1.0,
 ) -> Attachment:
     """Attach ridge maps to a Hugging Face causal language model, so that long prefills fill their late layers.
 
@@ -673,6 +675,10 @@ def attach(
         guard: whether each fill first compares predicted and exact keys of the 32 rows after the head, which then run
             exactly, with the file's held-out figures (`ridgefill.guard`): where they are worse, ``warn`` fills, counts
             and logs it, and ``exact`` runs the call stock.
+        tile: a fill has a multiple of this many rows. Transformers' own scans of recurrent layers are exact at any
+            length; 1 leaves it at that. Kernels that are not declare their chunk here, 64 for example.
+        state_correction: how much of the file's corrections the recurrent states of late layers get behind a bulk
+            (`ridgefill.states`): 1 all, 0 nothing.
 
     Raises:
         MapFormatError, MapSchemaError: the file is not a valid map file, or has no maps for this split.
@@ -685,10 +691,18 @@ def attach(
     """
     if tier not in TIERS:
         raise AttachError(f"unknown tier {tier!r}; known: {', '.join(TIERS)}")
-    counts = (("tail", tail, 1), ("head", head, 0), ("min_bulk", min_bulk, 1), ("min_rows", min_rows, 0))
+    counts = (
+        ("tail", tail, 1),
+        ("head", head, 0),
+        ("min_bulk", min_bulk, 1),
+        ("min_rows", min_rows, 0),
+        ("tile", tile, 1),
+    )
     for name, value, least in counts:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise AttachError(f"{name} must be an integer of at least {least}, found {value!r}")
+    if isinstance(state_correction, bool) or not 0 <= state_correction <= 2:
+        raise AttachError(f"state_correction must be a number from 0 to 2, found {state_correction!r}")
     if tier not in ("quality", "plumb") and not (share is None and gates is None and scorer is None and not min_rows):
         raise AttachError(f"tier {tier!r} selects no rows; share, min_rows, gates and scorer belong to tier 'quality'")
     if share == "auto" and not (scorer is None or isinstance(scorer, AttentionScorer)):
@@ -751,6 +765,7 @@ def attach(
                     "own stream is known; fit this split with the stream alone"
                 )
         writers, rotary_modules = late_layer_writers(layout, split_maps.split)
+        _check_states(split_maps, writers)
         fused, form_reason = None, f"form={form!r} was asked for"
         if tier == "plumb":
             form_reason = "tier plumb writes the true block inputs"
@@ -786,6 +801,7 @@ def attach(
             min_bulk=min_bulk,
             reach=features[0].reach,
             probe_rows=0 if guarded is None else PROBE_ROWS,
+            tile=tile,
         )
         settings = prefill.FillSettings(
             layout=layout,
@@ -799,6 +815,7 @@ def attach(
             true_inputs=tier == "plumb",
             selects_rows=selection is not None,
             guard=guarded,
+            state_alpha=float(state_correction),
         )
         attachment = Attachment(
             tier=tier,
@@ -870,7 +887,10 @@ def _planner(
         "tail": rule.tail,
         "head": rule.head + rule.probe_rows,
         "min_bulk": rule.min_bulk,
+        "tile": rule.tile,
     }
+    if settings.layout.recurrent:  # a shape counts attention layers; the family table knows states
+        return _core.Planner(_core.describe_model(settings.layout.config.to_json_string()), json.dumps(policy))
     return _core.Planner.from_shape(json.dumps(model_shape(model)), json.dumps(policy))
 
 
@@ -905,6 +925,21 @@ def _check_usable(split_maps: SplitMaps, layout: DecoderLayout) -> Features:
                 f"{layout.target(layer)} one; fit them again"
             )
     return features
+
+
+def _check_states(split_maps: SplitMaps, writers: Mapping[int, LayerWriter]) -> None:
+    """Refuse corrections of states that the model's layers do not have.
+
+    Raises:
+        AttachError: a correction is shaped unlike its layer's state.
+    """
+    for layer, layer_map in split_maps.layers.items():
+        correction, state = layer_map.state_correction, writers[layer].state_shape
+        if correction is not None and tuple(correction.shape) != state:
+            raise AttachError(
+                f"split {split_maps.split}: layer {layer} has a state_correction {list(correction.shape)}, and its "
+                f"state is {'none' if state is None else list(state)}; fit the maps again"
+            )
 
 
 def _tokenizer_word(tokenizer: Any, maps: RidgeMaps) -> str:

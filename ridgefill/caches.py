@@ -7,11 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ridgefill.states import APPLIED
+
 if TYPE_CHECKING:
     import torch
     from transformers import Cache
 
     from ridgefill.layout import DecoderLayout
+
+
+# Cache layers with a recurrent state or a convolution's tail, by name: older versions of transformers lack some.
+_STATE_LAYERS = {
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+}
 
 
 def cached_tokens(cache: Cache | None) -> int:
@@ -31,12 +41,20 @@ def refusal(cache: Cache, layout: DecoderLayout) -> str | None:
     if getattr(cache, "offloading", False):
         return "the cache is offloaded"
     for layer in layers:
-        if type(layer) not in known:
+        keeps_state = type(layer).__name__ in _STATE_LAYERS
+        if type(layer) not in known and not keeps_state:
             return f"the cache keeps a {type(layer).__name__}"
+        if keeps_state and getattr(layer, "record_past", False):
+            return "the cache records its past (assisted decoding), so that its states grow"
     # A cache made without a config starts empty and grows plain layers as they are first updated.
     if layers and len(layers) != layout.num_layers:
         return f"the cache has {len(layers)} layers, the model {layout.num_layers}"
-    sliding_lengths = {int(layer.get_seq_length()) for layer in layers if layer.is_sliding}
+    if layout.recurrent:
+        for layer_idx in range(layout.num_layers):
+            found = type(layers[layer_idx]).__name__ if layers else "cache without a config"
+            if layout.keeps_state(layer_idx) != (found in _STATE_LAYERS):
+                return f"layer {layer_idx} is {layout.layer_types[layer_idx]}, which a {found} does not keep"
+    sliding_lengths = {int(layer.get_seq_length()) for layer in layers if getattr(layer, "is_sliding", False)}
     if len(sliding_lengths) > 1:
         return f"the cache's sliding layers differ in length: {sorted(sliding_lengths)}"
     if any(getattr(layer, "record_past", False) for layer in layers) and not past_fits_masks():
@@ -71,7 +89,7 @@ def window_of(cache: Cache, layout: DecoderLayout, layer_idx: int) -> int | None
 
     A plain layer of a sliding model has a physical length that masks are built from, so it must get every row.
     """
-    if layer_idx < len(cache.layers) and cache.layers[layer_idx].is_sliding:
+    if layer_idx < len(cache.layers) and getattr(cache.layers[layer_idx], "is_sliding", False):
         return layout.windows[layer_idx]
     return None
 
@@ -99,6 +117,14 @@ def write(cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
             layer.cumulative_length_int += skipped_rows
         else:
             layer.cumulative_length += skipped_rows
+
+
+def copy_state(cache: Cache, layer_idx: int, source: Cache) -> None:
+    """Give a layer without a state the recurrent state and the convolution's tail that it has in ``source``."""
+    layer, given = (c.layers[layer_idx] for c in (cache, source))
+    layer.update_conv_state(given.conv_states[0])
+    if given.recurrent_states[0] is not None:
+        layer.update_recurrent_state(given.recurrent_states[0])
 
 
 @dataclass(frozen=True)
@@ -162,7 +188,7 @@ def take(cache: Cache, layer_idx: int, written: Room) -> None:
 
 
 def entry_state(cache: Cache) -> Callable[[], None]:
-    """A function that puts the cache back to its rows at this moment; holds no copy but of full sliding windows.
+    """A function that puts the cache back to its rows at this moment; copies full sliding windows and states only.
 
     Called late, after an interrupt, it leaves alone what the caller has made shorter in the meantime.
     """
@@ -171,11 +197,15 @@ def entry_state(cache: Cache) -> Callable[[], None]:
     layers = list(cache.layers)
     undo: list[Callable[[], None]] = []
     for layer in layers:
+        if type(layer).__name__ in _STATE_LAYERS:
+            undo.append(_restore_state(layer))
+        if not hasattr(layer, "keys"):
+            continue  # a state and nothing else
         if not layer.is_initialized:
             undo.append(_forget(layer))
         elif type(layer) is StaticSlidingWindowLayer:
             undo.append(_restore_static_window(layer))
-        elif type(layer) is StaticLayer:
+        elif isinstance(layer, StaticLayer):
             undo.append(_shorten_static(layer, int(layer.get_seq_length())))
         elif type(layer) is DynamicSlidingWindowLayer:
             undo.append(_restore_attributes(layer))
@@ -201,6 +231,28 @@ def _forget(layer: Any) -> Callable[[], None]:
         else:
             layer.__dict__.clear()
             layer.__dict__.update(attributes)
+
+    return undo
+
+
+def _restore_state(layer: Any) -> Callable[[], None]:
+    # Updates copy into the state's own tensors, whose addresses a captured graph may hold: they are written back to.
+    names = ("conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized")
+    before = {name: dict(getattr(layer, name)) for name in (*names, "has_previous_state")}
+    states = [before[name][0] for name in names[:2] if before[name][0] is not None]
+    values = [state.clone() for state in states]
+    applied = vars(layer).get(APPLIED)
+
+    def undo() -> None:
+        if not layer.has_previous_state[0]:
+            return  # reset in the meantime
+        vars(layer).pop(APPLIED, None)
+        if applied is not None:
+            setattr(layer, APPLIED, applied)
+        for state, value in zip(states, values, strict=True):
+            state.copy_(value)
+        for name, entries in before.items():
+            getattr(layer, name).update(entries)
 
     return undo
 

@@ -25,6 +25,7 @@ class FillRule:
 
     ``reach``: how many rows before a row the maps read; a continued cache does not have their streams, so as many of
     the call's first rows run exactly. ``probe_rows``: rows after those that run exactly too, for the guard to compare.
+    ``tile``: the number of filled rows is a multiple of this.
     """
 
     tail: int
@@ -32,6 +33,7 @@ class FillRule:
     min_bulk: int
     reach: int = 0
     probe_rows: int = 0
+    tile: int = 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def prepare(
         return None, refusal
     if torch.is_grad_enabled() and (
         any(tensor.requires_grad for tensor in inputs.values())
-        or any(getattr(layer.keys, "requires_grad", False) for layer in (cache.layers if cache is not None else ()))
+        or any(_requires_grad(layer) for layer in (cache.layers if cache is not None else ()))
     ):
         return None, "gradients are enabled and the inputs or the cache require them; call under torch.no_grad()"
     cached = caches.cached_tokens(cache)
@@ -129,6 +131,7 @@ def prepare(
         tail=rule.tail,
         head=max(rule.head + left_pads, cached + rule.reach if cached else 0) + rule.probe_rows,
         min_bulk=rule.min_bulk,
+        tile=rule.tile,
         logits_to_keep=arguments["logits_to_keep"],
     )
     if decision.rows_filled == 0:
@@ -141,6 +144,12 @@ def prepare(
         Step(inputs, padding, position_ids, cache, cached, decision.fill_start, decision.fill_end, rule.probe_rows),
         decision.reason,
     )
+
+
+def _requires_grad(layer: Any) -> bool:
+    """Whether what a cache layer holds belongs to a graph: its keys, or where it has none its state."""
+    held = getattr(layer, "keys", None), *getattr(layer, "recurrent_states", {}).values()
+    return any(getattr(tensor, "requires_grad", False) for tensor in held)
 
 
 def _mode_refusal(model: nn.Module, layout: DecoderLayout) -> str | None:

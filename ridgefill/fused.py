@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ridgefill.layout import key_norm
 from ridgefill.residency import Copies, Dense, Held, Holding, Streamed, held_bytes
 from ridgefill.synth import ResidentMap, resident_gain
 from ridgefill.writers import key_rotation, probe_layers
@@ -263,7 +264,7 @@ def _fused_layer(layout: DecoderLayout, layer: int, layer_map: LayerMap, columns
         eps=_eps(layout, layer),
         key_bias=bias(attention.k_proj),
         value_bias=bias(attention.v_proj),
-        k_norm=getattr(attention, "k_norm", None),
+        k_norm=key_norm(attention),
         rotate=rotate,
         key_gain=resident_gain(layer_map.key_gain, device, dtype),
         value_gain=resident_gain(layer_map.value_gain, device, dtype),

@@ -90,6 +90,7 @@ class Guard:
         """The mean rank of the probe rows' cosines among held-out rows, over all late layers and sequences."""
         import torch
         from torch.nn.functional import cosine_similarity
+        from transformers import DynamicCache
 
         from ridgefill.agreement import KEY_COSINE_PERCENTS
         from ridgefill.prefill import Bulk, predict_late_layers
@@ -97,6 +98,8 @@ class Guard:
         assert capture.stream is not None  # the pass went through the split layer
         first_row = step.fill_start - capture.stream.shape[1]
         probe = replace(step, fill_start=step.fill_start - step.probe_rows, fill_end=step.fill_start)
+        if settings.layout.recurrent:  # whose layers scan rows into the cache that they are given
+            probe.cache = DynamicCache(config=settings.layout.config)
         rows = Bulk(first_row, capture.stream, capture.layer_kwargs, capture.rotary_outputs, None, None)
         edges = torch.tensor([0, *KEY_COSINE_PERCENTS, 100]) / 100
         middles = (edges[1:] + edges[:-1]) / 2  # the rank of a cosine between two quantiles

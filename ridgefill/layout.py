@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 _ANCHOR_ELEMENTS = 256
 _TOKENIZER_PROBE = "Head, bulk and tail: 1,024 rows; naïve café — 東京\n\tdef f(x): return x**2"
 _INPUT_NORM_NAMES = ("input_layernorm", "ln_1", "norm1", "attention_norm", "operator_norm")
+_LINEAR, _HYBRID = "linear_attention", "hybrid"
+# What a layer keeps, by the class of the cache layer that the model would build for itself (by name, because older
+# versions of transformers lack some): keys and values, a recurrent state or a convolution's tail, or both.
+_LAYER_TYPES = {
+    "DynamicLayer": "full_attention",
+    "DynamicSlidingWindowLayer": "sliding_attention",
+    "LinearAttentionLayer": _LINEAR,
+    "LinearAttentionAndFullAttentionLayer": _HYBRID,
+}
 
 
 @dataclass(frozen=True)
@@ -26,16 +35,18 @@ class DecoderLayout:
     """A decoder-only model taken apart: base model, layers, and what differs between layers.
 
     ``base`` is what is called; ``decoder`` holds the layers: the base itself, or the language model inside a multimodal
-    one. ``config`` is the decoder's. ``windows[l]`` is the sliding window of layer ``l`` in tokens, or ``None`` for
-    full attention, as the cache that the model itself would build has it. ``cache_argument`` is the name that decoder
-    layers give the cache (``past_key_values`` became ``cache`` in transformers 5.24: probed by signature, never by
-    version).
+    one. ``config`` is the decoder's. ``layer_types[l]`` is what layer ``l`` is, in Hugging Face's words, as the cache
+    that the model itself would build has it: ``full_attention``, ``sliding_attention``, ``linear_attention`` (a
+    recurrent state, a short convolution, or both; no keys and values) or ``hybrid`` (attention beside such a state).
+    ``windows[l]`` is its sliding window in tokens, or ``None``. ``cache_argument`` is the name that decoder layers give
+    the cache (``past_key_values`` became ``cache`` in transformers 5.24: probed by signature, never by version).
     """
 
     base: nn.Module
     decoder: nn.Module
     layers: nn.ModuleList
     config: Any
+    layer_types: tuple[str, ...]
     windows: tuple[int | None, ...]
     cache_argument: str
 
@@ -75,10 +86,18 @@ class DecoderLayout:
                 lengths.append(int(original or self.config.max_position_embeddings))
         return min(lengths, default=None)
 
-    @property
-    def layer_types(self) -> tuple[str, ...]:
-        """Each layer's attention type in Hugging Face's words."""
-        return tuple("full_attention" if window is None else "sliding_attention" for window in self.windows)
+    @functools.cached_property
+    def recurrent(self) -> bool:
+        """Whether any layer keeps a state that every row goes through."""
+        return any(self.keeps_state(layer_idx) for layer_idx in range(self.num_layers))
+
+    def keeps_state(self, layer_idx: int) -> bool:
+        """Whether this layer keeps a recurrent state or a convolution's tail."""
+        return self.layer_types[layer_idx] in (_LINEAR, _HYBRID)
+
+    def keeps_keys(self, layer_idx: int) -> bool:
+        """Whether this layer keeps keys and values."""
+        return self.layer_types[layer_idx] != _LINEAR
 
     def target(self, layer_idx: int) -> str:
         """What a map predicts for this layer: ``normalized`` block input, or ``raw`` where no input norm follows."""
@@ -88,6 +107,11 @@ class DecoderLayout:
 def input_norm(layer: nn.Module) -> Any:
     """The norm that a decoder layer applies to its block input, or None where it has none (olmo3)."""
     return next((getattr(layer, name) for name in _INPUT_NORM_NAMES if hasattr(layer, name)), None)
+
+
+def key_norm(attention: Any) -> Any:
+    """The norm that an attention layer applies to its keys, or None where it has none."""
+    return next((getattr(attention, name) for name in ("k_norm", "k_layernorm") if hasattr(attention, name)), None)
 
 
 def cache_argument_name(function: Any) -> str | None:
@@ -149,29 +173,33 @@ def decoder_layout(model: nn.Module) -> DecoderLayout:
         raise UnsupportedModelError(
             f"{name}: {type(layers[0]).__name__}.forward takes no hidden_states and cache argument"
         )
-    return DecoderLayout(base, decoder, layers, config, _layer_windows(name, config), argument)
+    return DecoderLayout(base, decoder, layers, config, *_layer_types(name, config), argument)
 
 
-def _layer_windows(name: str, config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window, read off the cache that the model would build for itself."""
+def _layer_types(name: str, config: Any) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """Each layer's type and sliding window, read off the cache that the model would build for itself."""
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import DynamicLayer
 
     cache_layers = DynamicCache(config=config).layers
+    types: list[str] = []
     windows: list[int | None] = []
     for layer_idx in range(config.num_hidden_layers):
         layer = cache_layers[layer_idx] if layer_idx < len(cache_layers) else DynamicLayer()
-        if type(layer) is DynamicSlidingWindowLayer:
-            windows.append(int(layer.sliding_window))
-        elif type(layer) is DynamicLayer:
-            windows.append(None)
-        else:
-            state = "a recurrent state" if hasattr(layer, "recurrent_states") else "more than keys and values"
+        kind = _LAYER_TYPES.get(type(layer).__name__)
+        states = getattr(layer, "recurrent_states", {0: None})
+        if kind is None or not isinstance(states, dict) or len(states) != 1:
             raise UnsupportedModelError(
-                f"{name}: layer {layer_idx} keeps {state} ({type(layer).__name__}); only full and sliding-window "
-                "attention caches can be filled"
+                f"{name}: layer {layer_idx} keeps more than keys and values and one state ({type(layer).__name__}); "
+                "only full and sliding-window attention and recurrent layers can be filled"
             )
-    return tuple(windows)
+        types.append(kind)
+        windows.append(int(layer.sliding_window) if kind == "sliding_attention" else None)
+    if {_LINEAR, _HYBRID} & set(types) and "sliding_attention" in types:
+        raise UnsupportedModelError(f"{name}: sliding windows beside recurrent layers are not supported yet")
+    if set(types) == {_LINEAR}:
+        raise UnsupportedModelError(f"{name}: no layer keeps keys and values, so its cache does not count its rows")
+    return tuple(types), tuple(windows)
 
 
 def head_dim(config: Any) -> int:
@@ -255,9 +283,17 @@ def model_shape(model: nn.Module) -> dict[str, Any]:
 
     ``mlp_flops_per_row`` is two per weight that a row meets outside attention: experts count by the share of them
     that one token activates.
+
+    Raises:
+        UnsupportedModelError: layers are recurrent, which this shape cannot say; `_core.describe_model` can.
     """
     layout = decoder_layout(model)
     config = layout.config
+    if layout.recurrent:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: a shape of attention layers does not describe recurrent ones; describe the model "
+            "from its config (ridgefill-plan show)"
+        )
     experts = next((n for k in ("num_local_experts", "num_experts") if (n := getattr(config, k, None))), 0)
     active_share = config.num_experts_per_tok / experts if experts else 1.0
     layers = []

@@ -32,6 +32,8 @@ class LayerMap:
         scale_basis: ``[hidden_size, rank]``, bf16 in files: the predictions' principal directions in the calibration
             rows' metric, from which a fused map takes their length (design 2.1).
         scale_residual: ``[1]``, float32: the predictions' mean energy outside the basis.
+        state_correction: ``[heads, .., ..]`` like the layer's recurrent state, float32: what is added to it behind a
+            bulk of predicted inputs (`ridgefill.states`).
     """
 
     layer: int
@@ -42,11 +44,13 @@ class LayerMap:
     value_gain: torch.Tensor | None = None
     scale_basis: torch.Tensor | None = None
     scale_residual: torch.Tensor | None = None
+    state_correction: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors by their names in the file."""
-        names = ("weight", "bias", "key_gain", "value_gain", "scale_basis", "scale_residual")
+        optional = ("key_gain", "value_gain", "scale_basis", "scale_residual", "state_correction")
+        names = ("weight", "bias", *optional)
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ridgefill import caches
+from ridgefill import caches, states
 from ridgefill.features import STREAM, Features, FeatureState
 from ridgefill.residency import Copies
 
@@ -57,6 +57,7 @@ class FillSettings:
     true_inputs: bool = False  # plumb: late layers get their true block input instead of the split layer's stream
     selects_rows: bool = False  # keep what rows of the bulk need to run exactly later
     guard: Guard | None = None  # compares predicted and exact keys of the last rows before the bulk
+    state_alpha: float = 1.0  # how much of the file's corrections recurrent states get (`ridgefill.states`)
 
     @property
     def cost_terms(self) -> dict[str, int | None]:
@@ -155,7 +156,7 @@ class Bulk:
         stream: ``[batch, fill_end - first_row, d]``, the split layer's block input.
         layer_kwargs: what else the split layer was called with: positions and rotary tables of these rows, no mask.
         rotary_outputs: the rotary modules' tables, in call order.
-        head_cache: the late layers' keys and values of the head rows, where they are not in the step's cache.
+        head_cache: the late layers' keys, values and states of the head rows, where they are not in the step's cache.
         true_inputs: every late layer's true block input (tier ``plumb``), else None.
         before: the pass over a continued call's exact rows before ``first_row``, where there are any.
         window_rows: what late layers whose cache slides would drop, where rows are to be selected.
@@ -230,7 +231,7 @@ def run_bulk(settings: FillSettings, step: Step) -> Bulk:
 
 
 def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
-    """Predict the bulk rows of every layer from the split on, and write their keys and values to the cache."""
+    """Predict the bulk rows of every layer from the split on, and write keys, values and states to the cache."""
     for layer_idx, predicted in predict_late_layers(settings, step, bulk):
         if isinstance(predicted, caches.Room):
             caches.take(step.cache, layer_idx, predicted)
@@ -239,7 +240,10 @@ def write_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> None:
 
 
 def predict_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> Iterator[tuple[int, Blocks | caches.Room]]:
-    """Every layer from the split on, with its bulk rows' keys and values, or the room where a kernel has put them."""
+    """Every layer from the split on, with its bulk rows' keys and values, or the room where a kernel has put them.
+
+    Layers that keep a state have scanned the rows into that of ``step.cache`` when they are yielded.
+    """
     # All of x at once: as wide as the stream times the features, and what every late layer's map reads.
     bulk.tail_features = FeatureState(settings.features, None if bulk.before is None else bulk.before.stream)
     visible = None if step.padding is None else step.padding[:, bulk.first_row : step.fill_end].bool()
@@ -274,7 +278,9 @@ def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, Capture
 
     if step.fill_start == step.cached_tokens:
         return None, None
-    cache = step.cache if step.cached_tokens else DynamicCache()
+    # Without a config every layer keeps every row, also where attention slides; states come with a config only.
+    fresh = DynamicCache(config=settings.layout.config) if settings.layout.recurrent else DynamicCache()
+    cache = step.cache if step.cached_tokens else fresh
     with Capture(settings, stops=False) as capture:
         run_base(settings, step, step.cached_tokens, step.fill_start, cache)
     if settings.guard is not None:
@@ -296,12 +302,12 @@ def _run_early_layers(settings: FillSettings, step: Step, first_row: int) -> tup
 def _first_predicted(settings: FillSettings, step: Step, layer_idx: int) -> tuple[int, int, bool]:
     """The first bulk row that a layer predicts and the first that its cache keeps; and whether selected rows want more.
 
-    Rows outside every exact row's window are of no use. But a selected row sees its own window, of which a sliding
-    cache would keep nothing.
+    Rows outside every exact row's window are of no use, nor are those before a short convolution's last. But a selected
+    row sees its own window, of which a sliding cache would keep nothing.
     """
     from ridgefill import _core
 
-    window = caches.window_of(step.cache, settings.layout, layer_idx)
+    window = settings.writers[layer_idx].needed_rows or caches.window_of(step.cache, settings.layout, layer_idx)
     needed_row = _core.first_needed_row(step.fill_start, step.fill_end, window)
     keeps_window = settings.selects_rows and window is not None
     return step.fill_start if keeps_window else needed_row, needed_row, keeps_window
@@ -329,6 +335,7 @@ def _blocks_of(bulk: Bulk, first: int, end: int) -> Iterator[Callable[[torch.Ten
 def _two_step_blocks(settings: FillSettings, step: Step, bulk: Bulk, x: torch.Tensor, layer_idx: int) -> Blocks:
     """One late layer's bulk rows: its block input predicted from their features ``x``, and the layer's own writer."""
     writer = settings.writers[layer_idx]
+    rows_before = _begin_scan(step, bulk, layer_idx) if settings.layout.keeps_state(layer_idx) else 0
     # None: the split layer, or plumb; `attach` checked that no other layer lacks a map.
     predictor = settings.maps.get(layer_idx)
     source = x if predictor is not None else bulk.stream
@@ -338,12 +345,24 @@ def _two_step_blocks(settings: FillSettings, step: Step, bulk: Bulk, x: torch.Te
     blocks = []
     for take in _blocks_of(bulk, first, step.fill_end):
         block_input = take(source, 1)  # [batch, block, d], or n_in wide before the prediction
-        if predictor is None:
-            blocks.append(writer.write(block_input, bulk.kwargs_for(writer, take)))
-        else:
-            written = writer.write(predictor.predict(block_input), bulk.kwargs_for(writer, take))
-            blocks.append(predictor.scaled(*written))
+        kwargs = {**bulk.kwargs_for(writer, take), settings.layout.cache_argument: step.cache}
+        written = writer.write(block_input if predictor is None else predictor.predict(block_input), kwargs)
+        if predictor is not None and settings.layout.keeps_keys(layer_idx):
+            written = predictor.scaled(*written)
+        blocks.append(written)
+    if predictor is not None and predictor.state_correction is not None and settings.state_alpha:
+        rows = rows_before + step.fill_end - step.fill_start
+        state = step.cache.layers[layer_idx]
+        states.put_on(state, predictor.state_correction, alpha=settings.state_alpha, position=step.fill_end, rows=rows)
     return blocks
+
+
+def _begin_scan(step: Step, bulk: Bulk, layer_idx: int) -> int:
+    """Make a layer's state that of the rows before the bulk; returns how many filled rows lie right before it."""
+    rows_before = states.take_off(step.cache.layers[layer_idx], step.fill_start)
+    if bulk.head_cache is not None:
+        caches.copy_state(step.cache, layer_idx, bulk.head_cache)
+    return rows_before
 
 
 def _fused_blocks(
@@ -422,6 +441,8 @@ def _store(settings: FillSettings, step: Step, bulk: Bulk, layer_idx: int, predi
     """Write one late layer's predicted rows to its cache, behind the head's."""
     import torch
 
+    if not settings.layout.keeps_keys(layer_idx):
+        return  # its state is in the cache already
     first_predicted, needed_row, keeps_window = _first_predicted(settings, step, layer_idx)
     head_cache = bulk.head_cache
     if head_cache is not None and first_predicted == step.fill_start:

@@ -434,11 +434,16 @@ def spans_only(split: int) -> SelectionSettings:
 
 
 def check_masks(layout: DecoderLayout) -> None:
-    """Refuse an attention implementation that takes no mask of its own for each row.
+    """Refuse layers that rows cannot run through one by one, and attention that takes no mask of its own for each row.
 
     Raises:
-        UnsupportedModelError: it is neither ``sdpa`` nor ``eager``.
+        UnsupportedModelError: layers are recurrent, or attention is neither ``sdpa`` nor ``eager``.
     """
+    if layout.recurrent:
+        raise UnsupportedModelError(
+            "selected rows cannot run through recurrent layers, whose state has seen every bulk row before the tail "
+            "chooses among them; attach with tier='speed'"
+        )
     implementation = layout.config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise UnsupportedModelError(
@@ -453,7 +458,7 @@ def selection_settings(layout: DecoderLayout, gates: Sequence[Gate]) -> Selectio
     Raises:
         AttachError: shares are out of range, or a later gate's is larger than an earlier one's.
         UnsupportedModelError: no full-attention layer up to the first gate, an attention implementation without
-            explicit masks, or layers whose queries cannot be read.
+            explicit masks, recurrent layers, or layers whose queries cannot be read.
     """
     import torch
 

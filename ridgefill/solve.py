@@ -23,6 +23,7 @@ from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.moments import CentredMoments, Moments
 from ridgefill.sample import MakeMoments, Pass, Sample, process_number
+from ridgefill.state_fit import state_errors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -308,6 +309,7 @@ def fit_sums(
         head=sample.head,
         gains=gains,
         spectra=lambda maps: _spectra(sample, maps),
+        states=lambda best, windows: state_errors(layout, best, windows, sample.head),
         report=report,
     )
     with BlockInputs(layout, splits) as block_inputs:

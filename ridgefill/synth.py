@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 class ResidentMap:
     """One late layer's map in its layer's device and dtype: weight ``[n_in, d]``, bias ``[d]``, gains or None.
 
-    Gains are ``[kv_heads, 1, 1]``. They multiply keys after their rotation, which is the same as before it.
+    Gains are ``[kv_heads, 1, 1]``. They multiply keys after their rotation, which is the same as before it. The state's
+    correction is float32 like the state, or None.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor
     key_gain: torch.Tensor | None = None
     value_gain: torch.Tensor | None = None
+    state_correction: torch.Tensor | None = None
 
     @staticmethod
     def of(layer_map: LayerMap, device: torch.device, dtype: torch.dtype) -> ResidentMap:
@@ -34,12 +36,13 @@ class ResidentMap:
             layer_map.bias.to(device, dtype),
             resident_gain(layer_map.key_gain, device, dtype),
             resident_gain(layer_map.value_gain, device, dtype),
+            None if layer_map.state_correction is None else layer_map.state_correction.to(device),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes on its device."""
-        tensors = (self.weight, self.bias, self.key_gain, self.value_gain)
+        tensors = (self.weight, self.bias, self.key_gain, self.value_gain, self.state_correction)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def scaled(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from ridgefill.evaluate.quality import BulkPrefill, Score, prefill_logits
 from ridgefill.evaluate.stats import mean_interval
 from ridgefill.maps import RidgeMaps, SplitMaps
+from ridgefill.state_fit import LEAST_CHUNK_ENDS, StateErrors, corrections
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +28,7 @@ _TAIL_ROWS = 256
 _MIN_ROWS = 64
 # Fewer prompts give no interval worth the name.
 _MIN_PROMPTS = 4
+_EVERY = slice(None)
 # Ranks of the fused form's row scale, and how far it may move the mean loss, in nats a token (issue 4).
 SCALE_RANKS = (64, 128, 256)
 DEFAULT_RANK = 128
@@ -43,15 +45,18 @@ def choose(
     head: int,
     gains: str,
     spectra: Callable[[SplitMaps], Spectra],
+    states: Callable[[SplitMaps, Sequence[Window]], list[StateErrors]],
     report: Callable[[str, int, int | None], None],
 ) -> RidgeMaps:
-    """Return ``maps`` with each split's best candidate, gains, and the scale basis of its fused form.
+    """Return ``maps`` with each split's best candidate, gains, state corrections, and its fused form's scale basis.
 
     For each split, in this order: a candidate with more features replaces the one before it, key gains are applied,
-    value gains are applied; each step only if the 95% interval of the change in KL to stock, paired by held-out
-    prompt, lies below 0. Then the smallest rank of ``SCALE_RANKS`` is taken whose fused form moves the loss by less
-    than ``MOST_FUSED_DNLL``. The figures go into the split's ``choice``. With too few held-out prompts, nothing is
-    chosen: the first candidate, no gains where they are ``auto``, ``DEFAULT_RANK``; the file and a warning say so.
+    value gains are applied, recurrent states are corrected; each step only if the 95% interval of the change in KL to
+    stock, paired by held-out prompt, lies below 0. (Half of the prompts are scored with corrections from the other
+    half, and the file gets those from all.) Then the smallest rank of ``SCALE_RANKS`` is taken whose fused form moves
+    the loss by less than ``MOST_FUSED_DNLL``. The figures go into the split's ``choice``. With too few held-out
+    prompts, nothing is chosen: the first candidate, no gains where they are ``auto``, no corrections,
+    ``DEFAULT_RANK``; the file and a warning say so.
 
     Args:
         maps: what all candidates share; its splits are replaced.
@@ -61,11 +66,13 @@ def choose(
         head: exact first rows.
         gains: ``none``, ``norm`` or ``lsq`` for all, or ``auto``.
         spectra: the directions of a split's predictions (`ridgefill.solve.scale_spectrum`), by late layer.
+        states: what windows say of the states behind a bulk (`ridgefill.state_fit.state_errors`); of each, or nothing.
         report: progress, phase ``choose``.
 
     Memory: the stock logits of all prompts' tails, and one split's bulk of each.
     """
-    prompts = [torch.tensor([w.ids], device=model.device) for w in windows if len(w.ids) >= max(_MIN_ROWS, 2 * head)]
+    windows = [window for window in windows if len(window.ids) >= max(_MIN_ROWS, 2 * head)]
+    prompts = [torch.tensor([window.ids], device=model.device) for window in windows]
     tails = [min(_TAIL_ROWS, prompt.shape[1] // 4) for prompt in prompts]
     enough = len(prompts) >= _MIN_PROMPTS
     reason = f"{len(prompts)} held-out prompts of {_MIN_ROWS} rows or more; {_MIN_PROMPTS} are needed to choose"
@@ -83,7 +90,8 @@ def choose(
                 BulkPrefill(model, shared, prompt, split=split, tail=tail, head=head)
                 for prompt, tail in zip(prompts, tails, strict=True)
             ]
-            chosen[split] = _Choice(shared, split, bulks, stock).run(of_split, agreements, gains, spectra)
+            choice = _Choice(shared, split, bulks, stock)
+            chosen[split] = choice.run(of_split, agreements, gains, spectra, lambda best: states(best, windows))
         else:
             kind = "none" if gains == "auto" else gains
             plain = with_gains(of_split[0], agreements, (split, 0), key=kind, value=kind)
@@ -108,6 +116,7 @@ class _Choice:
         agreements: Agreements,
         gains: str,
         spectra: Callable[[SplitMaps], Spectra],
+        states: Callable[[SplitMaps], list[StateErrors]],
     ) -> SplitMaps:
         """The maps that are left when every step has been tried."""
         fixed = "none" if gains == "auto" else gains
@@ -129,9 +138,24 @@ class _Choice:
             for other_kind, (trial, scores) in trials.items():
                 if self._note(f"{component} gain {other_kind}", scores, best_scores, eligible=other_kind == kind):
                     best, best_scores, kept[component] = trial, scores, kind
+        best, best_scores = self._with_states(best, best_scores, states(best))
         best, rank = self._with_scale(best, best_scores, spectra(best))
         choice = {"gains": kept, "prompts": len(self._bulks), "scale_rank": rank, "steps": self._steps}
         return replace(best, choice=choice)
+
+    def _with_states(
+        self, maps: SplitMaps, scores: list[Score], errors: Sequence[StateErrors]
+    ) -> tuple[SplitMaps, list[Score]]:
+        """With corrected states, where that helps prompts from which the corrections do not come."""
+        if sum(window.chunk_ends for window in errors) < LEAST_CHUNK_ENDS or not any(w.sums for w in errors):
+            return maps, scores
+        corrected = list(scores)
+        for half in (0, 1):
+            others = with_states(maps, corrections(errors[1 - half :: 2]))
+            corrected[half::2] = self._scores(others, slice(half, None, 2))
+        if self._note("state corrections", corrected, scores):
+            return with_states(maps, corrections(errors)), corrected
+        return maps, scores
 
     def _with_scale(self, maps: SplitMaps, two_step: Sequence[Score], spectra: Spectra) -> tuple[SplitMaps, int]:
         """The smallest rank whose fused form loses nothing that matters; the largest where none does."""
@@ -146,10 +170,11 @@ class _Choice:
                 break
         return fused, rank
 
-    def _scores(self, maps: SplitMaps) -> list[Score]:
+    def _scores(self, maps: SplitMaps, prompts: slice = _EVERY) -> list[Score]:
         """Scores against stock, by prompt."""
         loaded = replace(self._shared, splits={self._split: maps})
-        return [b.score(loaded, logits) for b, logits in zip(self._bulks, self._stock, strict=True)]
+        pairs = zip(self._bulks[prompts], self._stock[prompts], strict=True)
+        return [bulk.score(loaded, logits) for bulk, logits in pairs]
 
     def _note(
         self, tried: str, scores: Sequence[Score], best: Sequence[Score] | None = None, *, eligible: bool = True
@@ -176,6 +201,12 @@ def with_gains(
             None if of is None or kind == "none" else of.gain(kind) for of, kind in zip(sums, (key, value), strict=True)
         )
         layers[layer] = replace(layer_map, key_gain=key_gain, value_gain=value_gain)
+    return replace(maps, layers=layers)
+
+
+def with_states(maps: SplitMaps, found: dict[int, torch.Tensor]) -> SplitMaps:
+    """Return maps with these corrections of the states behind a bulk, by late layer."""
+    layers = {layer: replace(m, state_correction=found.get(layer)) for layer, m in maps.layers.items()}
     return replace(maps, layers=layers)
 
 

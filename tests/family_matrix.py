@@ -40,7 +40,11 @@ class Cell(NamedTuple):
     dtype: str
 
 
-CELLS = [Cell(*values) for values in itertools.product(FILLING, CACHES, PADDINGS, DTYPES)]
+CELLS = [
+    cell
+    for cell in itertools.starmap(Cell, itertools.product(FILLING, CACHES, PADDINGS, DTYPES))
+    if cell.cache != "plain" or FAMILIES[cell.family].plain_cache
+]
 
 
 def pairwise(cells: list[Cell]) -> list[Cell]:
@@ -108,7 +112,8 @@ apart as these can, and refused by name when not; the recipe in CONTRIBUTING.md 
 ## What fills
 
 Late layers are written by their own forward up to the cache (`generic`), or directly where that gives the same keys
-and values (`direct`). Tier `quality` needs a full-attention layer at or below the split.
+and values (`direct`); layers that keep a recurrent state or a convolution's tail scan the predicted rows into it
+(`recurrent`). Tier `quality` needs a full-attention layer at or below the split, and no recurrent one.
 
 """
 _MATRIX = """
@@ -116,7 +121,7 @@ _MATRIX = """
 
 In every cell tier `plumb`, the fill fed with the true inputs, gives stock's logits. Caches: `DynamicCache()` (plain),
 `DynamicCache(config=...)` (by config) and `StaticCache`; in the last two, sliding layers keep their window only.
-Padding: none, or left; pads count as head.
+Padding: none, or left; pads count as head. A dash: stock itself needs the config, which tells the cache of states.
 
 """
 _REFUSALS = """
@@ -141,7 +146,7 @@ def page(filled: Mapping[Cell, int]) -> str:
             continue
         quality = "yes" if family.quality_refused is None else f"no: {family.quality_refused}"
         about.append((name, f"`{family.model}`", family.shows, family.writers, quality))
-        matrix.append((name, *(str(filled[Cell(name, *column)]) for column in _COLUMNS)))
+        matrix.append((name, *(str(filled.get(Cell(name, *column), "–")) for column in _COLUMNS)))
     short = {"float32": "f32", "bfloat16": "bf16"}
     columns = [f"{cache}, {padding}, {short[dtype]}" for cache, padding, dtype in _COLUMNS]
     return (
@@ -160,8 +165,9 @@ def cells_of(text: str) -> dict[Cell, int]:
     return {
         Cell(line[0], *column): int(value)
         for line in lines
-        if len(line) == 1 + len(_COLUMNS) and line[1].isdigit()
+        if len(line) == 1 + len(_COLUMNS)
         for column, value in zip(_COLUMNS, line[1:], strict=True)
+        if value.isdigit()
     }
 
 

@@ -305,6 +305,7 @@ def run_choice(model: Any, shared: RidgeMaps, candidates: list[Any], agreements:
         head=HEAD,
         gains=gains,
         spectra=lambda _: {},
+        states=lambda *_: [],
         report=lambda *_: None,
     )
     return chosen.splits[SPLIT]

@@ -716,6 +716,21 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"more": ("2.layer.3.scale_residual", "F32", [1])},
         "scale_residual",
     ),
+    "a state correction without heads": (
+        "tensor_shape",
+        {"more": ("2.layer.3.state_correction", "F32", [4, 2])},
+        "[heads, rows, columns]",
+    ),
+    "a state correction of nothing": (
+        "tensor_shape",
+        {"more": ("2.layer.3.state_correction", "F32", [2, 0, 2])},
+        "[heads, rows, columns]",
+    ),
+    "a state correction in BF16": (
+        "tensor_dtype",
+        {"more": ("2.layer.3.state_correction", "BF16", [2, 4, 2])},
+        "expected F32",
+    ),
     "a scale basis wider than the stream": (
         "tensor_shape",
         {"more": ("2.layer.3.scale_basis", "F32", [4, 5])},

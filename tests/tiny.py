@@ -33,6 +33,7 @@ class Family:
         attention: transformers' attention implementation.
         refused: words of `attach`'s refusal, or None where it fills.
         quality_refused: words of the refusal of tier ``quality``, or None where it runs.
+        plain_cache: whether stock runs with a cache that was made without a config.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Family:
     attention: str = "sdpa"
     refused: str | None = None
     quality_refused: str | None = None
+    plain_cache: bool = True
 
     @property
     def model_class(self) -> Any:
@@ -118,8 +120,13 @@ _MINISTRAL_ROPE = {
 }
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
 _VISION_LAYER = {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
-_ONLY = "only full and sliding-window attention caches can be filled"
-_RECURRENT = f"layer 0 keeps a recurrent state (LinearAttentionLayer); {_ONLY}"
+# A late layer of each kind beside the split layer, which keeps a state.
+_STATES = ["linear_attention", _FULL, "linear_attention"] * 2
+_RECURRENT: dict[str, Any] = {
+    "writers": "direct, recurrent",
+    "quality_refused": "selected rows cannot run through recurrent layers",
+    "plain_cache": False,
+}
 
 # Every decoder type of the planner's family table (rust/src/family/families.rs), and more; CONTRIBUTING's recipe adds
 # one row. `make families` makes docs/families.md of it.
@@ -263,6 +270,55 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        {**LINEAR, **_SHARED_EXPERT, "layer_types": _STATES},
+        "gated delta net beside attention; MoE",
+        **_RECURRENT,
+    ),
+    "qwen3_5": Family("Qwen3_5ForCausalLM", LINEAR, "gated delta net beside attention", **_RECURRENT),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        {**LINEAR, **_SHARED_EXPERT, "layer_types": _STATES},
+        "gated delta net beside attention; MoE",
+        **_RECURRENT,
+    ),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        {
+            "mamba_d_ssm": 48,
+            "mamba_n_heads": 6,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 3,
+            "mamba_chunk_size": 16,
+            "key_multiplier": 0.5,
+            "attention_in_multiplier": 2.0,
+        },
+        "Mamba 2 and attention in every layer, multipliers",
+        **{**_RECURRENT, "writers": "recurrent"},
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        {"full_attn_idxs": [1, 3, 5], "block_multiple_of": 16},
+        "short convolutions beside attention, k_norm",
+        **{**_RECURRENT, "writers": "generic, recurrent"},
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_MOE,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "layer_types": _STATES,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 3,
+            "mamba_chunk_size": 16,
+        },
+        "Mamba 2 beside attention; MoE",
+        **_RECURRENT,
+    ),
     "gemma4": Family(
         "Gemma4ForCausalLM",
         _GEMMA4,
@@ -274,13 +330,6 @@ FAMILIES: dict[str, Family] = {
         {**_GEMMA4, "num_kv_shared_layers": 2},
         "layers that reuse another layer's keys and values",
         refused="layers that reuse another layer's cache are not supported yet",
-    ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM", {**LINEAR, **_SHARED_EXPERT}, "gated delta net beside attention", refused=_RECURRENT
-    ),
-    "qwen3_5": Family("Qwen3_5ForCausalLM", LINEAR, "gated delta net beside attention", refused=_RECURRENT),
-    "qwen3_5_moe": Family(
-        "Qwen3_5MoeForCausalLM", {**LINEAR, **_SHARED_EXPERT}, "gated delta net beside attention", refused=_RECURRENT
     ),
     "qwen4_exp": Family(
         "Qwen4ExpForCausalLM",
@@ -295,19 +344,7 @@ FAMILIES: dict[str, Family] = {
             "indexer_compress_ratio": 4,
         },
         "gated delta net, indexed attention, several residual streams",
-        refused=_RECURRENT,
-    ),
-    "falcon_h1": Family(
-        "FalconH1ForCausalLM",
-        {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_state": 8, "mamba_d_conv": 3, "mamba_chunk_size": 16},
-        "Mamba 2 in every layer",
-        refused=f"layer 0 keeps a recurrent state (LinearAttentionAndFullAttentionLayer); {_ONLY}",
-    ),
-    "lfm2": Family(
-        "Lfm2ForCausalLM",
-        {"full_attn_idxs": [1, 3, 5], "block_multiple_of": 16},
-        "short convolutions beside attention",
-        refused=_RECURRENT,
+        refused="layer 3 keeps more than keys and values and one state (DynamicIndexedLayer)",
     ),
 }
 # Also run through every turn, writer and fit; all families go through the matrix of tests/family_matrix.py.

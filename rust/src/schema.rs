@@ -278,13 +278,14 @@ fn is_feature(feature: &str) -> bool {
 }
 
 /// A layer's tensors in file order: what each must be, and whether a layer may lack it.
-const LAYER_TENSORS: [(&str, TensorCheck, Presence); 6] = [
+const LAYER_TENSORS: [(&str, TensorCheck, Presence); 7] = [
     ("weight", check_weight, Presence::Always),
     ("bias", check_bias, Presence::Always),
     ("key_gain", check_gain, Presence::Optional),
     ("value_gain", check_gain, Presence::Optional),
     ("scale_basis", check_scale_basis, Presence::Optional),
     ("scale_residual", check_scale_residual, Presence::With("scale_basis")),
+    ("state_correction", check_state_correction, Presence::Optional),
 ];
 
 #[derive(Clone, Copy)]
@@ -369,6 +370,14 @@ fn check_scale_basis(tensor: &TensorInfo, _features: &[String], model: &Fingerpr
 
 fn check_scale_residual(tensor: &TensorInfo, _features: &[String], _: &Fingerprint) -> std::result::Result<(), Fault> {
     check_f32(tensor, &[1])
+}
+
+/// What a layer's state is shaped like only the model knows: a matrix for each head.
+fn check_state_correction(tensor: &TensorInfo, _: &[String], _: &Fingerprint) -> std::result::Result<(), Fault> {
+    match tensor.shape.as_slice() {
+        shape @ &[heads, rows, columns] if heads > 0 && rows > 0 && columns > 0 => check_f32(tensor, shape),
+        _ => Err(Fault::TensorShape { found: tensor.shape.clone(), expected: "[heads, rows, columns]".to_owned() }),
+    }
 }
 
 fn check_float(tensor: &TensorInfo) -> std::result::Result<(), Fault> {
