@@ -417,7 +417,9 @@ def lm_eval_tasks(arguments: tuple[str, ...]) -> None:
         from ridgefill.evaluate import lm_eval as harness
     except ImportError as error:
         package = (error.name or "lm_eval").partition(".")[0]
-        raise RidgeFillError(f"the package {package!r} is not installed: run pip install 'ridgefill[lm-eval]'") from error
+        raise RidgeFillError(
+            f"the package {package!r} is not installed: run pip install 'ridgefill[lm-eval]'"
+        ) from error
     # Later releases than 0.4.13 find it by its entry point, and leave alone what is registered before.
     if "ridgefill" not in model_registry:
         model_registry.register("ridgefill", target=harness.RidgeFillLM)
