@@ -625,7 +625,7 @@ def attach(
     map_dtype: str = "model",
     residency: str = "device",
     slots: int = 2,
-    stream: str = "device",
+    stream: str | None = None,
     guard: str = "off",
     tile: int = 1,
     state_correction: float = 1.0,
@@ -670,8 +670,8 @@ def attach(
             beside the products of the layer before.
         stream: where a filled cache keeps the split layer's block input of its rows, from which later calls run filled
             rows exactly and `Attachment.repair` all of them: on the ``device``, d values a row; on the ``host``, pinned
-            (the rows of fills; those of tails and decode steps stay on the device); or nowhere, ``none``, which leaves
-            tiers that select rows out.
+            (the rows of fills; those of tails and decode steps stay on the device); or nowhere, ``none``. None: on the
+            device in tiers that select rows, which need it, nowhere in the others.
         guard: whether each fill first compares predicted and exact keys of the 32 rows after the head, which then run
             exactly, with the file's held-out figures (`ridgefill.guard`): where they are worse, ``warn`` fills, counts
             and logs it, and ``exact`` runs the call stock.
@@ -714,6 +714,9 @@ def attach(
         )
     if form not in FORMS:
         raise AttachError(f"unknown form {form!r}; known: {', '.join(FORMS)}")
+    selects = tier == "quality" or share is not None or gates is not None
+    if stream is None:
+        stream = "device" if selects else "none"
     for name, word, known in (
         ("backend", backend, BACKENDS),
         ("map_dtype", map_dtype, MAP_DTYPES),
@@ -727,7 +730,7 @@ def attach(
         raise AttachError(f"slots must be 1 or 2, found {slots!r}")
     if residency == "host" and tier == "quality":
         raise AttachError("residency 'host' streams fused maps; tier 'quality' reads two-step maps on the device too")
-    if stream == "none" and (tier == "quality" or share is not None or gates is not None):
+    if stream == "none" and selects:
         raise AttachError("stream 'none' keeps nothing that selected rows could run from; it leaves tier 'speed'")
     if guard != "off" and tier == "plumb":
         raise AttachError("tier 'plumb' predicts nothing that a guard could compare; attach it with guard='off'")

@@ -81,7 +81,7 @@ def past_fits_masks() -> bool:
     layer.update(rows, rows)
     columns, _ = layer.get_mask_sizes(1)
     returned: int = layer.update(rows[..., :1, :], rows[..., :1, :])[0].shape[-2]
-    return returned == columns
+    return bool(returned == columns)
 
 
 def window_of(cache: Cache, layout: DecoderLayout, layer_idx: int) -> int | None:

@@ -96,6 +96,8 @@ def _ruler_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nltk.data, "path", [str(data)])
         patch.setattr(wonderwords, "RandomWord", lambda: words)
+        # It asks pip, git and the compiler about this machine: seconds in every run.
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
         yield
 
 

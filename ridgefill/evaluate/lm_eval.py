@@ -180,10 +180,10 @@ class RidgeFillLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
             scores = log_softmax(self._last_logits(batch, keep), dim=-1, dtype=self.softmax_dtype)
             for prompt, of_prompt in zip(batch, scores, strict=True):  # [keep, vocab]
                 for place in sharing[prompt]:
-                    continuation = torch.tensor(requests[place][2], device=of_prompt.device)
-                    own = of_prompt[-len(continuation) :]
-                    total = float(own.gather(1, continuation.unsqueeze(1)).sum())
-                    answers[place] = total, bool((own.argmax(-1) == continuation).all())
+                    asked = torch.tensor(requests[place][2], device=of_prompt.device)
+                    own = of_prompt[-len(asked) :]  # [continuation, vocab]
+                    total = float(own.gather(1, asked.unsqueeze(1)).sum())
+                    answers[place] = total, bool((own.argmax(-1) == asked).all())
         return answers
 
     def _last_logits(self, prompts: Sequence[tuple[int, ...]], keep: int) -> torch.Tensor:

@@ -303,7 +303,8 @@ def _without_row_scale(writer: LayerWriter, norm: nn.Module) -> LayerWriter:
     """The same writer, its layer's RMS norm taken for its gain alone."""
 
     def undo(_: nn.Module, args: tuple[Any, ...], normed: torch.Tensor) -> torch.Tensor:
-        return normed * args[0].float().square().mean(-1, keepdim=True).sqrt().to(normed.dtype)
+        length: torch.Tensor = args[0].float().square().mean(-1, keepdim=True).sqrt()  # [batch, rows, 1]
+        return normed * length.to(normed.dtype)
 
     def write(block_input: torch.Tensor, layer_kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         handle = norm.register_forward_hook(undo)
