@@ -26,7 +26,7 @@ from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.scorers import AttentionScorer, RandomScorer, Ranking, TailView
 
 FIRST, HEAD, MIN_BULK = 160, 4, 16
-SETTINGS: dict[str, Any] = {"tail": TAIL, "head": HEAD, "min_bulk": MIN_BULK}
+SETTINGS: dict[str, Any] = {"stream": "device", "tail": TAIL, "head": HEAD, "min_bulk": MIN_BULK}
 FILLED = FIRST - TAIL - HEAD
 # What follows the first prompt: a question, an answer's decode steps, a long turn that fills itself, a short question.
 TURNS = (20, 1, 1, 120, 1, 12)
@@ -393,7 +393,7 @@ def test_filled_rows_in_the_tail_of_a_cropped_cache_run(tier: str, kind: str, co
 
 def test_filled_rows_in_a_tail_are_counted_where_they_cannot_run(caplog: pytest.LogCaptureFixture) -> None:
     model, ids = tiny_model("llama"), prompt(FIRST)
-    with ridgefill.attach(model, random_maps(model), stream="none", **SETTINGS) as attachment:
+    with ridgefill.attach(model, random_maps(model), **{**SETTINGS, "stream": "none"}) as attachment:
         for number in (1, 2):
             cache = DynamicCache()
             call(model, ids, None, cache, 1)
@@ -648,7 +648,10 @@ def test_streams_that_are_not_kept_leave_the_speed_tier() -> None:
     with pytest.raises(AttachError, match=r"stream 'host' cannot run: .* need a CUDA device"):
         ridgefill.attach(model, maps, stream="host")
     assert hook_count(model) == 0
-    with ridgefill.attach(model, maps, stream="none", **SETTINGS) as attachment:
+    for tier, kept in (("speed", "none"), ("quality", "device")):
+        with ridgefill.attach(model, maps, tier=tier) as attachment:
+            assert attachment.status()["stream"] == kept
+    with ridgefill.attach(model, maps, **{**SETTINGS, "stream": "none"}) as attachment:
         cache = DynamicCache()
         kept_nothing = call(model, ids, None, cache, 1)
         assert attachment.status()["stream"] == "none"
@@ -672,7 +675,7 @@ def test_streams_in_host_memory_serve_later_turns(monkeypatch: pytest.MonkeyPatc
         return provenance.Kept(kept.start, kept.stream.clone(), kept.layer_kwargs, kept.rotary_outputs)
 
     def answers(**settings: Any) -> list[torch.Tensor]:
-        with ridgefill.attach(model, maps, tier="quality", **settings, **SETTINGS):
+        with ridgefill.attach(model, maps, tier="quality", **{**SETTINGS, **settings}):
             cache = DynamicCache()
             return [call(model, ids[:, :FIRST], None, cache, 1), *turns(model, cache, ids)]
 
