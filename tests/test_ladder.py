@@ -114,3 +114,10 @@ def test_the_command_fits_a_ladder_and_shows_it(tmp_path: Path) -> None:
     assert "pareto" in result.stdout
     result = CliRunner().invoke(commands, [*again, "--split", "3"])
     assert "ladder: " not in result.stdout
+    # Windows of so few rows are no prompts; the maps are not lost.
+    (tmp_path / "maps").unlink()
+    short = [*reading, "--window", "50", "--checkpoint", str(tmp_path / "short")]
+    result = CliRunner().invoke(commands, short)
+    assert result.exit_code == 1
+    assert f"found 0: add text (the maps themselves are in {tmp_path / 'maps'})" in result.stderr
+    assert (tmp_path / "maps").exists()

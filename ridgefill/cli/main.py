@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ridgefill.errors import RidgeFillError
+from ridgefill.errors import FitError, RidgeFillError
 
 if TYPE_CHECKING:
     from ridgefill.evaluate.stats import Interval
@@ -356,7 +356,10 @@ def fit(
                 maps = fit_sums(loaded, tokenizer, sums, chosen_splits, progress=progress, **solution)
                 maps.save(output)
                 if splits == "auto":
-                    rungs = ladder(loaded, maps, sums.held_out_windows, progress)
+                    try:
+                        rungs = ladder(loaded, maps, sums.held_out_windows, progress)
+                    except FitError as error:
+                        raise FitError(f"{error} (the maps themselves are in {output})") from None
     finally:
         # Also before an error: it may be why there are too few rows.
         dropped = [] if contamination is None else contamination.dropped
