@@ -79,6 +79,7 @@ def test_maps_that_remember_pass_and_their_controls_fail(runs: dict[str, GateRun
     assert document["stock_accuracy"] == [{"tokens": TOKENS, "needles": 1, "right": 1.0}]
     # The stream handed on is what these maps predict; late layers without the bulk know nothing.
     kl = {entry["name"]: entry["whole tail"]["kl"]["estimate"] for entry in document["baselines"]}
+    assert set(kl) == {"identity", "direct", "no bulk", "drop"}
     assert kl["identity"] < 1e-3 < kl["no bulk"]
     (cost,) = document["cost"]
     assert cost["rows_filled"] == TOKENS - TAIL - 4
