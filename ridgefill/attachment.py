@@ -360,7 +360,10 @@ class Attachment:
         if (call := self._calls.current) is not None:  # this call fills: what is left of it is the tail
             self._calls.turn = turns.Turn(self.settings, self._token, cache, record, call.step_end - call.step.fill_end)
             return
-        count, arguments = step_rows(self.signature, args, kwargs), self.signature.bind(args, kwargs)
+        count = step_rows(self.signature, args, kwargs)
+        if count == 1 and not (record.keeps or record.cropped):
+            return  # a decode step of which nothing is kept, behind the last turn's own tail
+        arguments = self.signature.bind(args, kwargs)
         turn = turns.Turn(self.settings, self._token, cache, record, count, arguments.get("attention_mask"))
         self._calls.turn = turn
         if count < turns.LEAST_TURN_ROWS and not record.cropped:
