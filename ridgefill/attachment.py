@@ -153,15 +153,14 @@ class Attachment:
         is the tier that it ran in, which ``auto`` chooses at each call and a `request` may name. ``rows_selected`` rows
         of the fill span ran exactly through every layer (``gates``: how many ran on at each gate; with share ``auto``,
         ``attention_mass``: what part of the tail's attention to the bulk they carry); when none did, ``selection`` says
-        why. ``gate`` is the map file's acceptance gate on these settings, in words
-        (`ridgefill gate`). Decode steps are counted in ``counters``, and do not replace the prefill before them.
-        ``rows_selected_again`` are rows that an earlier call on the same cache had filled; where a call is not filled
-        and only selects such rows, that is its record. ``stream`` says where the streams of filled rows are kept, and
-        ``stream_bytes`` what the last filled cache keeps. ``timings`` are wall times of the calling thread; on a GPU,
-        which works behind it, they are the times to launch.
-        ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the last prefill's copies
-        from there, ``map_copies`` has bytes, device times, and the share of copying that no product waited for (asking
-        waits for that prefill's end).
+        why. ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). Decode steps are
+        counted in ``counters``, and do not replace the prefill before them. ``rows_selected_again`` are rows that an
+        earlier call on the same cache had filled; where a call is not filled and only selects such rows, that is its
+        record. ``stream`` says where the streams of filled rows are kept, and ``stream_bytes`` what the last filled
+        cache keeps. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are the
+        times to launch. ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the last
+        prefill's copies from there, ``map_copies`` has bytes, device times, and the share of copying that no product
+        waited for (asking waits for that prefill's end).
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LINEAR
+from tiny import LATENT, LINEAR
 from torch import nn
 
 from ridgefill import _core
@@ -42,15 +42,7 @@ _ROUTED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_MLA = {
-    **_ROUTED,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 20,
-}
+_MLA = {**_ROUTED, **LATENT}
 _INDEXER = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,

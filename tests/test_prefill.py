@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CORE_FAMILIES, DIRECT_FAMILIES, TAIL, call, in_pieces, left_padded, prompt, random_maps, tiny_model
+from tiny import (
+    CORE_FAMILIES,
+    DIRECT_FAMILIES,
+    TAIL,
+    after_first_turn,
+    call,
+    in_pieces,
+    left_padded,
+    prompt,
+    random_maps,
+    tiny_model,
+)
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
@@ -35,9 +46,7 @@ def test_plumb_equals_stock(family_model: tuple[str, nn.Module], padded: bool, p
 
     def cache_after_first_turn() -> Any:
         cache = DynamicCache() if plain_cache else DynamicCache(config=model.config)
-        if first:
-            call(model, ids[:, :first], None if mask is None else mask[:, :first], cache, 1)
-        return cache
+        return after_first_turn(model, ids, mask, first, cache)
 
     new = ids[:, first:]
     one_shot = call(model, new, mask, cache_after_first_turn())
@@ -144,9 +153,7 @@ def test_static_cache_called_directly(family: str, first: int) -> None:
 
     def cache_after_first_turn() -> Any:
         cache = StaticCache(config=model.config, max_cache_len=first + ROWS + 8)
-        if first:
-            call(model, ids[:, :first], None, cache, 1)
-        return cache
+        return after_first_turn(model, ids, None, first, cache)
 
     stock = call(model, ids[:, first:], None, cache_after_first_turn())
     with ridgefill.attach(model, random_maps(model), tier="plumb", **SETTINGS) as attachment:

@@ -13,6 +13,7 @@ from tiny import (
     NUM_LAYERS,
     SPLIT,
     TAIL,
+    after_first_turn,
     call,
     in_pieces,
     left_padded,
@@ -150,9 +151,7 @@ def test_plumb_equals_stock(family_model: tuple[str, nn.Module], padded: bool, t
 
     def cache_after_first_turn() -> Any:
         cache = DynamicCache(config=model.config)
-        if first:
-            call(model, ids[:, :first], None if mask is None else mask[:, :first], cache, 1)
-        return cache
+        return after_first_turn(model, ids, mask, first, cache)
 
     new = ids[:, first:]
     one_shot = call(model, new, mask, cache_after_first_turn())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import left_padded, prompt, random_maps, tiny_model
+from tiny import after_first_turn, left_padded, prompt, random_maps, tiny_model
 from torch import nn
 from transformers import DynamicCache
 
@@ -160,9 +160,7 @@ def test_plumb_with_any_selection_is_stock(
 
     def cache_after_first_turn() -> DynamicCache:
         cache = DynamicCache() if plain else DynamicCache(config=family_model.config)
-        if first:
-            call(family_model, ids[:, :first], None if mask is None else mask[:, :first], cache)
-        return cache
+        return after_first_turn(family_model, ids, mask, first, cache)
 
     stock = call(family_model, ids[:, first:], mask, cache_after_first_turn())
     maps = random_maps(family_model)

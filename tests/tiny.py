@@ -72,6 +72,15 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GEMMA_TYPES = [_SLIDING, _SLIDING, _FULL] * 2
 _TURNS = [_SLIDING, _FULL] * 3
 _MOE = {"num_experts_per_tok": 2}
+# Of attention through a latent (MLA).
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+}
 _ROUTED = {
     **_MOE,
     "n_routed_experts": 4,
@@ -212,15 +221,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        {
-            **_ROUTED,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 12,
-            "v_head_dim": 20,
-        },
+        {**_ROUTED, **LATENT},
         "MLA: a latent and one rotated key; MoE",
         "generic",
     ),
@@ -385,6 +386,13 @@ def call(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, cache: 
     argument = cache_argument_name(model.forward)
     with torch.no_grad():
         return model(ids, attention_mask=mask, use_cache=True, logits_to_keep=keep, **{argument: cache}).logits
+
+
+def after_first_turn(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, first: int, cache: Any) -> Any:
+    """The cache with a conversation's first rows in it, where there are any, run before anything is attached."""
+    if first:
+        call(model, ids[:, :first], None if mask is None else mask[:, :first], cache, 1)
+    return cache
 
 
 def in_pieces(
