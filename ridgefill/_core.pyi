@@ -307,7 +307,8 @@ def check_rates(rates_json: str) -> str:
 
     Args:
         rates_json: ``{"matmul_flops_per_s", "attention_flops_per_s", "masked_attention_flops_per_s",
-            "memory_bytes_per_s", "layer_call_s", "source"}``; the masked rate may be missing, ``source`` too.
+            "memory_bytes_per_s", "weight_bytes_per_s", "layer_call_s", "source"}``; the masked and the weights' rate
+            may be missing, ``source`` too.
 
     Raises:
         ScheduleError: A rate is missing or makes no sense.

@@ -1,8 +1,8 @@
-"""How fast this machine is, in the five rates that the cost model needs (docs/planning.md).
+"""How fast this machine is, in the six rates that the cost model needs (docs/planning.md).
 
-Micro-benchmarks at a model's widths: matrix products, causal attention, attention under a mask, a copy, and the calls
-of one layer with nothing in them. Never a prefill, and never with the model's weights: what the rates are used to
-predict is not measured here.
+Micro-benchmarks at a model's widths: matrix products, causal attention, attention under a mask, a copy, products of a
+few rows, and the calls of one layer with nothing in them. Never a prefill, and never with the model's weights: what the
+rates are used to predict is not measured here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _ROWS = 2048
 # Attention at the length of a long prompt, and the last rows of it, an eighth: masks cost more the more keys they hide.
 _KEYS = 4096
 _COPY_BYTES = 256 << 20
+# A head's rows (the default of `attach`): so few that their products wait for the weights.
+_FEW_ROWS = 4
 # Width of the empty layer: a product of 8 x 8 takes no time, only its calls do.
 _EMPTY_WIDTH = 8
 _REPEATS = 3
@@ -39,7 +41,7 @@ def calibrate(
 
     Returns:
         ``matmul_flops_per_s``, ``attention_flops_per_s``, ``masked_attention_flops_per_s``, ``memory_bytes_per_s``,
-        ``layer_call_s``, ``source``.
+        ``weight_bytes_per_s``, ``layer_call_s``, ``source``.
 
     Raises:
         RidgeFillError: no layer has attention whose widths could be measured.
@@ -47,15 +49,17 @@ def calibrate(
     import torch
 
     attention, matrices = _widths(description)
-    share = seconds / 5
+    share = seconds / 6
     with torch.inference_mode():
         causal = _attention_rate(*attention, dtype, device, share)
         masked = _attention_rate(*attention, dtype, device, share, first_row=_KEYS - _KEYS // 8)
+        copied = _copy_rate(device, share)
         return {
             "matmul_flops_per_s": _matmul_rate(matrices, dtype, device, share),
             "attention_flops_per_s": causal,
             "masked_attention_flops_per_s": min(masked, causal),
-            "memory_bytes_per_s": _copy_rate(device, share),
+            "memory_bytes_per_s": copied,
+            "weight_bytes_per_s": min(_weight_rate(matrices, dtype, device, share), copied),
             "layer_call_s": _layer_call_seconds(device, share),
             "source": f"measured on {_device_name(device)}, {str(dtype).removeprefix('torch.')}, "
             f"{torch.get_num_threads()} threads, at the widths of a {description['model_type']}",
@@ -143,6 +147,25 @@ def _copy_rate(device: torch.device, seconds: float) -> float:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * _COPY_BYTES / _seconds(lambda: target.copy_(source), device, seconds)
+
+
+def _weight_rate(matrices: list[tuple[int, int]], dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+    """Bytes of weights a second of one layer's products on `_FEW_ROWS` rows, weights too many for a cache.
+
+    Well below a copy's rate where a kernel rearranges weights before it multiplies, as those of a CPU do.
+    """
+    import torch
+
+    layer_bytes = dtype.itemsize * sum(n_in * n_out for n_in, n_out in matrices)
+    layers = -(-_COPY_BYTES // layer_bytes)
+    weights = [torch.ones(n_out, n_in, dtype=dtype, device=device) for _ in range(layers) for n_in, n_out in matrices]
+    rows = {n_in: torch.ones(_FEW_ROWS, n_in, dtype=dtype, device=device) for n_in, _ in matrices}
+
+    def products() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(rows[weight.shape[1]], weight)
+
+    return layers * layer_bytes / _seconds(products, device, seconds)
 
 
 def _layer_call_seconds(device: torch.device, seconds: float) -> float:

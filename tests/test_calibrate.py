@@ -47,9 +47,10 @@ def test_the_command_prints_rates_that_the_planner_takes(tmp_path: Path) -> None
     assert json.loads(_core.check_rates(result.stdout)) == rates
     assert "float32" in rates["source"]
     # A machine that runs torch at all does a thousand and no machine does 10^18 of anything a second.
-    for name in ("matmul_flops_per_s", "masked_attention_flops_per_s", "memory_bytes_per_s"):
+    for name in ("matmul_flops_per_s", "masked_attention_flops_per_s", "weight_bytes_per_s"):
         assert 1e3 < rates[name] < 1e18
     assert rates["masked_attention_flops_per_s"] <= rates["attention_flops_per_s"] < 1e18
+    assert rates["weight_bytes_per_s"] <= rates["memory_bytes_per_s"] < 1e18
     assert 1e-7 < rates["layer_call_s"] < 1
 
 

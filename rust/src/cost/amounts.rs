@@ -11,11 +11,13 @@ pub(super) enum Unit {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Part {
-    /// Projections and MLPs of the layers below the split.
+    /// Projections and MLPs of the head rows, in a call of their own through every layer.
+    HeadMatmul,
+    /// Projections and MLPs of the layers below the split, of bulk and tail rows.
     EarlyMatmul,
     /// Their attention and scans: what filling cannot help.
     EarlyAttention,
-    /// Projections and MLPs of the late layers on exact rows.
+    /// Projections and MLPs of the late layers on tail rows.
     LateMatmul,
     /// Their attention and scans.
     LateAttention,
@@ -35,7 +37,8 @@ pub enum Part {
 
 impl Part {
     /// Every part, in the order of the work.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
+        Self::HeadMatmul,
         Self::EarlyMatmul,
         Self::EarlyAttention,
         Self::LateMatmul,
@@ -51,6 +54,7 @@ impl Part {
     /// Returns the word for this part in reports.
     pub fn name(self) -> &'static str {
         match self {
+            Self::HeadMatmul => "head_matmul",
             Self::EarlyMatmul => "early_matmul",
             Self::EarlyAttention => "early_attention",
             Self::LateMatmul => "late_matmul",
@@ -66,7 +70,12 @@ impl Part {
 
     pub(super) fn unit(self) -> Unit {
         match self {
-            Self::EarlyMatmul | Self::LateMatmul | Self::Fill | Self::SelectedMatmul | Self::Output => Unit::Matmul,
+            Self::HeadMatmul
+            | Self::EarlyMatmul
+            | Self::LateMatmul
+            | Self::Fill
+            | Self::SelectedMatmul
+            | Self::Output => Unit::Matmul,
             _ => Unit::Attention,
         }
     }
@@ -81,6 +90,8 @@ pub struct Amount {
     pub masked_flops: f64,
     /// Bytes between memory and processor, weights and caches once a call.
     pub bytes: f64,
+    /// Those of `bytes` that are weights.
+    pub weight_bytes: f64,
 }
 
 /// What one prefill costs, part by part.
@@ -112,5 +123,6 @@ impl Cost {
         sum.flops += amount.flops;
         sum.masked_flops += amount.masked_flops;
         sum.bytes += amount.bytes;
+        sum.weight_bytes += amount.weight_bytes;
     }
 }

@@ -44,6 +44,7 @@ pub(crate) fn rates() -> Rates {
         attention_flops_per_s: 5e11,
         masked_attention_flops_per_s: Some(4e11),
         memory_bytes_per_s: 1e11,
+        weight_bytes_per_s: Some(8e10),
         layer_call_s: 1e-5,
         source: "a test".to_owned(),
     }

@@ -247,15 +247,13 @@ impl Pricer {
         let exact_calls = f64::from(u8::from(start > begin) + u8::from(step_end > end));
         let mut cost = Cost::default();
 
+        cost.add(Part::HeadMatmul, self.whole.matmul(&[(head_rows, 1.0)], bytes));
         cost.add(Part::EarlyMatmul, self.extra(step_end - begin));
-        cost.add(
-            Part::EarlyMatmul,
-            self.early.matmul(&[(head_rows, 1.0), (bulk as f64 / chunks, chunks), (tail_rows, 1.0)], bytes),
-        );
+        cost.add(Part::EarlyMatmul, self.early.matmul(&[(bulk as f64 / chunks, chunks), (tail_rows, 1.0)], bytes));
         let open = unmasked_end(decision, begin, self.setting.chunk_tokens);
         cost.add(Part::EarlyAttention, self.early.attention(begin, open, 1.0, false, bytes));
         cost.add(Part::EarlyAttention, self.early.attention(open, step_end, 1.0, true, bytes));
-        cost.add(Part::LateMatmul, self.late.matmul(&[(head_rows, 1.0), (tail_rows, 1.0)], bytes));
+        cost.add(Part::LateMatmul, self.late.matmul(&[(tail_rows, 1.0)], bytes));
         cost.add(Part::LateAttention, self.late.attention(begin, start, 1.0, begin > 0, bytes));
         cost.add(Part::LateAttention, self.late.attention(end, step_end, 1.0, true, bytes));
         cost.layer_calls += exact_calls * self.whole.layers + chunks * self.early.layers;
@@ -267,6 +265,7 @@ impl Pricer {
                 Amount {
                     flops: rows * 2.0 * group.weights,
                     bytes: bytes * (chunks * group.weights + rows * (group.row_elements + self.stream_width)),
+                    weight_bytes: bytes * chunks * group.weights,
                     ..Amount::default()
                 },
             );
@@ -311,9 +310,11 @@ impl Pricer {
 
     fn extra(&self, rows: u64) -> Amount {
         let rows = rows as f64;
+        let weights = if rows > 0.0 { self.extra_weights } else { 0.0 };
         Amount {
             flops: rows * 2.0 * self.extra_weights,
-            bytes: self.setting.element_bytes * self.extra_weights.min(rows * self.extra_weights),
+            bytes: self.setting.element_bytes * weights,
+            weight_bytes: self.setting.element_bytes * weights,
             ..Amount::default()
         }
     }
@@ -324,6 +325,7 @@ impl Pricer {
         Amount {
             flops: rows * 2.0 * self.output_weights,
             bytes: self.setting.element_bytes * (weights + rows * self.vocab_size),
+            weight_bytes: self.setting.element_bytes * weights,
             ..Amount::default()
         }
     }
@@ -407,9 +409,11 @@ mod tests {
         assert_eq!(resident, weights + 126.0 * 3.0 * 64.0 * 64.0);
         let (step, pricer) = (step(4096), Pricer::new(&shape, &setting(1)).unwrap());
         let cost = pricer.filled(&step, &decide(&step).unwrap(), &[]);
-        let moved = 516.0 * (weights / 64.0 + 4.0 * 64.0);
+        let moved = weights / 64.0 + 4.0 * 64.0;
         assert!(4.0 * weights < resident);
-        assert_eq!(cost.of(Part::LateMatmul).bytes, 2.0 * (4.0 * weights + resident + moved));
+        // Head rows go through both layers, tail rows through the late one.
+        assert_eq!(cost.of(Part::HeadMatmul).bytes, 2.0 * 2.0 * 4.0 * (weights + moved));
+        assert_eq!(cost.of(Part::LateMatmul).bytes, 2.0 * (resident + 512.0 * moved));
     }
 
     #[test]
@@ -422,8 +426,9 @@ mod tests {
         let cost = pricer.filled(&step, &decision, &[]);
         let (bulk, weights) = (decision.rows_filled() as f64, shape.layers[0].weights);
         assert_eq!(bulk, 4096.0 - 512.0 - 4.0);
-        assert_eq!(cost.of(Part::EarlyMatmul).flops, 4096.0 * 2.0 * 2.0 * weights);
-        assert_eq!(cost.of(Part::LateMatmul).flops, 516.0 * 2.0 * 2.0 * weights);
+        assert_eq!(cost.of(Part::HeadMatmul).flops, 4.0 * 4.0 * 2.0 * weights);
+        assert_eq!(cost.of(Part::EarlyMatmul).flops, 4092.0 * 2.0 * 2.0 * weights);
+        assert_eq!(cost.of(Part::LateMatmul).flops, 512.0 * 2.0 * 2.0 * weights);
         assert_eq!(cost.of(Part::SelectedMatmul).flops, 0.25 * bulk * 2.0 * 2.0 * weights);
         // Layer 2 projects its last 300 bulk rows, layer 3 maps and projects all of them.
         let (map, project) = (576.0 * 576.0, 576.0 * 384.0);

@@ -38,11 +38,11 @@ struct QuickMatmul {
 
 impl QuickMatmul {
     fn of(work: &Work, rates: &Rates, element_bytes: f64) -> Self {
-        let element_s = element_bytes / rates.memory_bytes_per_s;
+        let (element_s, weight_s) = (element_bytes / rates.memory_bytes_per_s, element_bytes / rates.weight_rate());
         Self {
             row_compute_s: 2.0 * work.weights / rates.matmul_flops_per_s,
-            call_memory_s: work.resident_weights * element_s,
-            row_weights_memory_s: work.weights * element_s,
+            call_memory_s: work.resident_weights * weight_s,
+            row_weights_memory_s: work.weights * weight_s,
             row_moved_memory_s: work.moved_elements * element_s,
         }
     }
@@ -102,6 +102,7 @@ impl QuickAttention {
 /// with no row named exact.
 #[derive(Debug, Clone)]
 pub struct Quick {
+    whole: QuickMatmul,
     early: QuickMatmul,
     late: QuickMatmul,
     early_attention: QuickAttention,
@@ -127,14 +128,14 @@ impl Quick {
     pub fn new(pricer: &Pricer, rates: &Rates) -> Self {
         let setting = pricer.setting();
         let bytes = setting.element_bytes;
-        let element_s = bytes / rates.memory_bytes_per_s;
+        let (element_s, weight_s) = (bytes / rates.memory_bytes_per_s, bytes / rates.weight_rate());
         let group = |group: &Filled| {
             (
                 group.window,
                 2.0 * group.weights / rates.matmul_flops_per_s,
                 group.scan_flops / rates.attention_flops_per_s,
                 (group.row_elements + pricer.stream_width) * element_s,
-                group.weights * element_s,
+                group.weights * weight_s,
             )
         };
         let scored = pricer.scored.keys.iter().map(|keys| {
@@ -144,9 +145,10 @@ impl Quick {
         let filled_layers: f64 = pricer.filled.iter().map(|group| group.layers).sum();
         let output = Roofline {
             compute_s: 2.0 * pricer.output_weights / rates.matmul_flops_per_s,
-            memory_s: (pricer.output_weights + pricer.vocab_size) * element_s,
+            memory_s: pricer.output_weights * weight_s + pricer.vocab_size * element_s,
         };
         Self {
+            whole: QuickMatmul::of(&pricer.whole, rates, bytes),
             early: QuickMatmul::of(&pricer.early, rates, bytes),
             late: QuickMatmul::of(&pricer.late, rates, bytes),
             early_attention: QuickAttention::of(&pricer.early, rates, bytes),
@@ -156,7 +158,7 @@ impl Quick {
             query_s: pricer.query_flops / rates.attention_flops_per_s,
             extra: Roofline {
                 compute_s: 2.0 * pricer.extra_weights / rates.matmul_flops_per_s,
-                memory_s: pricer.extra_weights * element_s,
+                memory_s: pricer.extra_weights * weight_s,
             },
             output_s: output.seconds(),
             share: setting.selected_share,
@@ -176,14 +178,15 @@ impl Quick {
         let chunks = self.chunk_tokens.map_or(1.0, |chunk| (end - start).div_ceil(chunk) as f64);
         let exact_calls = if start > begin { 1.0 } else { 0.0 } + if step_end > end { 1.0 } else { 0.0 };
 
-        let mut early = self.early.of_calls(&[(head_rows, 1.0), (bulk / chunks, chunks), (tail_rows, 1.0)]);
+        let head = self.whole.of_calls(&[(head_rows, 1.0)]);
+        let mut early = self.early.of_calls(&[(bulk / chunks, chunks), (tail_rows, 1.0)]);
         early.compute_s += rows * self.extra.compute_s;
         early.memory_s += self.extra.memory_s;
         let mut early_attention = Roofline::default();
         let open = unmasked_end(decision, begin, self.chunk_tokens);
         self.early_attention.add(&mut early_attention, begin, open, 1.0, false);
         self.early_attention.add(&mut early_attention, open, step_end, 1.0, true);
-        let late = self.late.of_calls(&[(head_rows, 1.0), (tail_rows, 1.0)]);
+        let late = self.late.of_calls(&[(tail_rows, 1.0)]);
         let mut late_attention = Roofline::default();
         self.late_attention.add(&mut late_attention, begin, start, 1.0, begin > 0);
         self.late_attention.add(&mut late_attention, end, step_end, 1.0, true);
@@ -195,7 +198,8 @@ impl Quick {
             fill.memory_s += rows * row_memory_s + chunks * call_memory_s;
             scan_s += rows * row_scan_s;
         }
-        let mut total = early.seconds()
+        let mut total = head.seconds()
+            + early.seconds()
             + early_attention.seconds()
             + late.seconds()
             + late_attention.seconds()
@@ -253,7 +257,8 @@ mod tests {
             windows in prop::option::of(prop::collection::vec(prop_oneof![Just(None), (1u64..5000).prop_map(Some)], 1..8)),
             split in any::<prop::sample::Index>(), prompt in 800u64..200_000, cached in 0.0f64..1.0, tail in 1u64..700,
             features in 1u64..4, fused_rank in prop::option::of(1u64..300), share in prop_oneof![Just(0.0), 0.0f64..1.0],
-            chunk in prop::option::of(1u64..9000), memory in 1e6f64..1e15, call in 0.0f64..1e-2,
+            chunk in prop::option::of(1u64..9000), memory in 1e6f64..1e15,
+            weight_share in prop::option::of(1e-3f64..1.0), call in 0.0f64..1e-2,
         ) {
             // None: the hybrid.
             let shape = windows.map_or_else(hybrid, |windows| shape(&windows));
@@ -262,7 +267,8 @@ mod tests {
             let pricer = Pricer::new(
                 &shape, &Setting { fill, selected_share: share, chunk_tokens: chunk, ..base }
             ).unwrap();
-            let rates = Rates { memory_bytes_per_s: memory, layer_call_s: call, ..rates() };
+            let rates = Rates { memory_bytes_per_s: memory,
+                weight_bytes_per_s: weight_share.map(|share| share * memory), layer_call_s: call, ..rates() };
             let cached_tokens = (cached * prompt as f64) as u64;
             let step = Step { cached_tokens, step_tokens: prompt - cached_tokens, tail, min_bulk: 1, ..step(prompt) };
             let decision = decide(&step).unwrap();

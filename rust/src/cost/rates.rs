@@ -19,6 +19,9 @@ pub struct Rates {
     pub masked_attention_flops_per_s: Option<f64>,
     /// Bytes a second to and from memory.
     pub memory_bytes_per_s: f64,
+    /// Bytes a second at which matrix products of a few rows read their weights; None: as any memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_bytes_per_s: Option<f64>,
     /// Seconds that one layer of one call costs, whatever its rows.
     pub layer_call_s: f64,
     /// Where the figures come from.
@@ -66,6 +69,7 @@ impl Rates {
             attention_flops_per_s: flops * attention,
             masked_attention_flops_per_s: None,
             memory_bytes_per_s: bytes * memory,
+            weight_bytes_per_s: None,
             layer_call_s: LAUNCHES_S,
             source: format!(
                 "assumed for {name}: {:.0}% of its data sheet's bf16 peak in matrix products, {:.0}% in attention, \
@@ -84,6 +88,7 @@ impl Rates {
             attention_flops_per_s: 1.0,
             masked_attention_flops_per_s: None,
             memory_bytes_per_s: f64::INFINITY,
+            weight_bytes_per_s: None,
             layer_call_s: 0.0,
             source: "operations alone: every rate is one operation a second".to_owned(),
         }
@@ -100,15 +105,23 @@ impl Rates {
                 return Err(refuse(format!("rates: {name} is {value}; expected more than 0")));
             }
         }
-        // More would make a longer prompt cheaper than a shorter one that needs no mask yet.
-        if let Some(masked) = self.masked_attention_flops_per_s
-            && !(f64::MIN_POSITIVE..=self.attention_flops_per_s).contains(&masked)
-        {
-            return Err(refuse(format!(
-                "rates: masked_attention_flops_per_s is {masked}; expected more than 0 and at most \
-                 attention_flops_per_s, which is {}",
-                self.attention_flops_per_s
-            )));
+        // A masked rate above the plain one would make a longer prompt cheaper than a shorter one that needs no mask yet.
+        for (name, value, limit_name, limit) in [
+            (
+                "masked_attention_flops_per_s",
+                self.masked_attention_flops_per_s,
+                "attention_flops_per_s",
+                self.attention_flops_per_s,
+            ),
+            ("weight_bytes_per_s", self.weight_bytes_per_s, "memory_bytes_per_s", self.memory_bytes_per_s),
+        ] {
+            if let Some(value) = value
+                && !(f64::MIN_POSITIVE..=limit).contains(&value)
+            {
+                return Err(refuse(format!(
+                    "rates: {name} is {value}; expected more than 0 and at most {limit_name}, which is {limit}"
+                )));
+            }
         }
         if !(0.0..f64::INFINITY).contains(&self.layer_call_s) {
             return Err(refuse(format!("rates: layer_call_s is {}; expected 0 or more", self.layer_call_s)));
@@ -118,6 +131,10 @@ impl Rates {
 
     pub(super) fn masked_rate(&self) -> f64 {
         self.masked_attention_flops_per_s.unwrap_or(self.attention_flops_per_s)
+    }
+
+    pub(super) fn weight_rate(&self) -> f64 {
+        self.weight_bytes_per_s.unwrap_or(self.memory_bytes_per_s)
     }
 
     /// Returns the seconds of one part.
@@ -130,7 +147,9 @@ impl Rates {
                     + amount.masked_flops / self.masked_rate()
             }
         };
-        compute_s.max(amount.bytes / self.memory_bytes_per_s)
+        let memory_s =
+            (amount.bytes - amount.weight_bytes) / self.memory_bytes_per_s + amount.weight_bytes / self.weight_rate();
+        compute_s.max(memory_s)
     }
 
     /// Returns the seconds that calls take whatever they hold.
@@ -158,12 +177,29 @@ mod tests {
         let shape = shape(&[None; 4]);
         let pricer = Pricer::new(&shape, &setting(2)).unwrap();
         let cost = pricer.exact(&step(1));
+        let rates = || Rates { weight_bytes_per_s: None, ..rates() };
         let slow_memory = Rates { memory_bytes_per_s: 1.0, ..rates() };
         assert_eq!(slow_memory.part_seconds(&cost, Part::Output), cost.of(Part::Output).bytes);
         let fast_memory = Rates { memory_bytes_per_s: f64::INFINITY, ..rates() };
         assert_eq!(fast_memory.part_seconds(&cost, Part::Output), cost.of(Part::Output).flops / 1e12);
         assert_eq!(rates().overhead_seconds(&cost), 4.0 * 1e-5);
         assert_eq!(Rates::operations().seconds(&cost), cost.flops());
+    }
+
+    #[test]
+    fn a_few_rows_take_as_long_as_their_weights_do() {
+        let (step, pricer) = (step(4096), Pricer::new(&shape(&[None; 4]), &setting(2)).unwrap());
+        let cost = pricer.filled(&step, &decide(&step).unwrap(), &[]);
+        let slow = Rates { weight_bytes_per_s: Some(1e9), ..rates() };
+        // The head's 4 rows wait for the weights of every layer; bulk and tail rows do not notice.
+        let weight_bytes = 2.0 * 4.0 * (2.0 * 576.0 * (9.0 + 3.0) * 64.0 + 3.0 * 576.0 * 1536.0);
+        assert_eq!(cost.of(Part::HeadMatmul).weight_bytes, weight_bytes);
+        let waited = slow.part_seconds(&cost, Part::HeadMatmul);
+        assert!((waited / (weight_bytes / 1e9) - 1.0).abs() < 0.01, "{waited}");
+        for part in [Part::EarlyMatmul, Part::Fill] {
+            let fast = Rates { memory_bytes_per_s: 1e15, ..slow.clone() };
+            assert_eq!(fast.part_seconds(&cost, part), cost.of(part).flops / 1e12, "{}", part.name());
+        }
     }
 
     #[test]
@@ -204,6 +240,10 @@ mod tests {
                 "masked_attention_flops_per_s is 600000000000; expected more than 0 and at most",
             ),
             (json(&Rates { memory_bytes_per_s: 0.0, ..rates() }), "memory_bytes_per_s is 0"),
+            (
+                json(&Rates { weight_bytes_per_s: Some(2e11), ..rates() }),
+                "weight_bytes_per_s is 200000000000; expected more than 0 and at most memory_bytes_per_s, which is 1",
+            ),
             (json(&Rates { layer_call_s: -1.0, ..rates() }), "layer_call_s is -1"),
         ] {
             let error = Rates::from_json(&bad).unwrap_err().to_string();

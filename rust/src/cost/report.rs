@@ -57,7 +57,7 @@ pub struct Report {
     pub map_bytes: f64,
     /// The share of the filled prefill that is early layers' attention and scans: filling cannot help it.
     pub early_attention_share: f64,
-    /// The ratio if late layers cost nothing at all: what no map can exceed at this split and length.
+    /// The ratio if late layers and the head rows cost nothing at all: what no map can exceed at this split and length.
     pub ratio_limit: f64,
 }
 

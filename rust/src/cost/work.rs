@@ -75,6 +75,7 @@ impl Work {
         Amount {
             flops: rows * 2.0 * self.weights,
             bytes: element_bytes * (weights + rows * self.moved_elements),
+            weight_bytes: element_bytes * weights,
             ..Amount::default()
         }
     }
@@ -97,7 +98,7 @@ impl Work {
             // Queries and outputs once; keys and values once for each block of queries that sees them.
             elements += rows * keys.pair_flops / 2.0 + (pairs / QUERY_BLOCK).max(1.0) * keys.row_elements;
         }
-        Amount { flops, masked_flops, bytes: element_bytes * elements }
+        Amount { flops, masked_flops, bytes: element_bytes * elements, ..Amount::default() }
     }
 }
 

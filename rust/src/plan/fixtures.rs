@@ -27,6 +27,7 @@ pub(crate) fn policy() -> Policy {
             attention_flops_per_s: 5e11,
             masked_attention_flops_per_s: None,
             memory_bytes_per_s: 1e11,
+            weight_bytes_per_s: None,
             layer_call_s: 1e-5,
             source: String::new(),
         },
