@@ -28,7 +28,7 @@ from rich.table import Table
 from ridgefill.demo import KINDS, model_folder
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.journal import Journal
-from ridgefill.evaluate.needle import Filler, Item, build_items, greedy_answer, is_right
+from ridgefill.evaluate.needle import Filler, Item, build_items, greedy_answers, is_right
 from ridgefill.evaluate.quality import PairedPrompt, Variants, Window, held_out_windows, score_tail, unseen_texts
 from ridgefill.evaluate.report import machine_line
 from ridgefill.evaluate.stats import ratio_interval
@@ -90,7 +90,7 @@ def score_needle(
         columns += [(split, "none", "fill", None), *((split, name, "quality", s) for name, s in wanted.items())]
     for split, name, variant, scorer in columns:
         with prompt.variant(split, variant, share=share, scorer=scorer) as filled:
-            answer = greedy_answer(variants.model, tokenizer, filled, item.expected)
+            (answer,) = greedy_answers(variants.model, tokenizer, [filled], item.expected)
         selected = float(((filled.selected >= first) & (filled.selected < last)).sum()) / (last - first)
         right = is_right(answer, item.expected)
         yield {"split": split, "scorer": name, "right": right, "selected": selected, "answer": answer}

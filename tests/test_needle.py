@@ -203,6 +203,27 @@ def test_the_fill_that_is_scored_is_the_fill_that_attach_runs(model: Any) -> Non
         assert status["spans"]["fill"] == [HEAD, TOKENS - TAIL]
 
 
+def test_answers_decoded_together_are_those_decoded_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [FILL, Setting(SPLIT, "quality", 0.2), Setting(SPLIT, "drop", 0.2), Setting(SPLIT, "random rows", 0.05)]
+    widths: list[int] = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append((args[0] if args else kwargs["input_ids"]).shape[0]), with_kwargs=True
+    )
+    together = answers(model, "forget", settings, count=4, controls=0)
+    assert {1, 4} == set(widths)  # prefills and those who mask alone; stock and three settings in one
+    monkeypatch.setattr("ridgefill.evaluate.needle._JOINED_CACHE_BYTES", 0)
+    widths.clear()
+    alone = answers(model, "forget", settings, count=4, controls=0)
+    handle.remove()
+    assert set(widths) == {1}
+
+    def key(answer: Answer) -> tuple[str, str]:
+        return answer.item, answer.variant
+
+    assert sorted(together, key=key) == sorted(alone, key=key)
+    assert len({answer.answer for answer in alone}) > 2  # they do differ, so that an exchange would show
+
+
 def test_lengths_where_stock_itself_fails_are_not_used(model: Any) -> None:
     variants, tokenizer = Variants(model, recall_maps(model)), word_tokenizer()
     found = items(count=3, controls=0, needles=(1,), tokens=80)

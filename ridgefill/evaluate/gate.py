@@ -227,7 +227,7 @@ def run_gate(
         splices[split] = _splice(variants, documents, split, settings, longest)
     progress("cost", 0, None)
     prompt = documents[0].ids
-    cost = [measure_cost(model, maps, prompt, s, t, settings) for s in settings.splits for t in settings.tiers]
+    cost = measure_costs(model, maps, prompt, settings)
     controls = [control for split in settings.splits for control in _controls(scores, split, settings)]
     results = [
         _result(answers, scores, cost, controls, split, tier, settings)
@@ -450,40 +450,47 @@ def map_file_entry(document: dict[str, Any]) -> dict[str, Any]:
 # --- cost ----------------------------------------------------------------------------------------------------------
 
 
-def measure_cost(
-    model: nn.Module, maps: RidgeMaps, ids: torch.Tensor, split: int, tier: str, settings: GateSettings
-) -> dict[str, Any]:
-    """Return times and memory of exact and filled prefills of ``ids`` ``[1, rows]``, in turn, with `attach`.
+def measure_costs(model: nn.Module, maps: RidgeMaps, ids: torch.Tensor, settings: GateSettings) -> list[dict[str, Any]]:
+    """Return times and memory of exact and filled prefills of ``ids`` ``[1, rows]`` with `attach`, by split and tier.
+
+    In each round the exact one and all filled ones take turns.
 
     Medians in ms and tokens a second, wall clock, the fill included; ``decode_ratio`` and ``short_ratio`` (a prompt
     no longer than the tail, which never fills) are attached over exact, 1 if they are unharmed. The peak is of this
     process on a CPU (Linux; elsewhere None), of the device's memory on a GPU.
     """
-    options: dict[str, Any] = {
-        "split": split,
-        "tier": tier,
-        "tail": settings.tail,
-        "head": settings.head,
-        "min_bulk": settings.min_bulk,
-    }
-    if tier == "quality":
-        options["share"] = settings.share
+    options = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
     bare = replace(maps, gate=None)  # this very gate decides what attaching should warn of
     ids = ids.to(next(model.parameters()).device)
-    taken: dict[str, list[dict[str, float]]] = {"exact": [], "filled": []}
-    status: dict[str, Any] = {}
+    exact_times: list[dict[str, float]] = []
+    columns = [(split, tier) for split in settings.splits for tier in settings.tiers]
+    filled_times: dict[tuple[int, str], list[dict[str, float]]] = {column: [] for column in columns}
+    statuses: dict[tuple[int, str], dict[str, Any]] = {column: {} for column in columns}
     for _ in range(_TIMED_ROUNDS):
-        taken["exact"].append(_timed(model, ids, settings.tail))
-        with attach(model, bare, **options) as attachment:
-            taken["filled"].append(_timed(model, ids, settings.tail, attachment.status, status))
-    medians = {
-        side: {name: statistics.median(t[name] for t in times) for name in times[0]} for side, times in taken.items()
-    }
-    exact, filled = medians["exact"], medians["filled"]
+        exact_times.append(_timed(model, ids, settings.tail))
+        for split, tier in columns:
+            share = settings.share if tier == "quality" else None
+            with attach(model, bare, split=split, tier=tier, share=share, **options) as attachment:
+                times = _timed(model, ids, settings.tail, attachment.status, statuses[split, tier])
+            filled_times[split, tier].append(times)
+    return [
+        _cost(*column, ids.shape[1], _medians(exact_times), _medians(filled_times[column]), statuses[column])
+        for column in columns
+    ]
+
+
+def _medians(times: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(t[name] for t in times) for name in times[0]}
+
+
+def _cost(
+    split: int, tier: str, tokens: int, exact: dict[str, float], filled: dict[str, float], status: dict[str, Any]
+) -> dict[str, Any]:
+    medians = {"exact": exact, "filled": filled}
     return {
         "split": split,
         "tier": tier,
-        "tokens": ids.shape[1],
+        "tokens": tokens,
         "rows_filled": status["rows_filled"],
         "rows_selected": status["rows_selected"],
         "reason": status["reason"],

@@ -28,6 +28,10 @@ _PASSAGE_TOKENS = 160
 _SPARE_TOKENS = 3
 # Lengths are usable where the stock model answers at least this share (issue 7).
 LEAST_STOCK_ACCURACY = 0.9
+# Answers to one prompt are decoded together, on so many bytes of caches at most: a step reads the weights once for all.
+_JOINED_CACHE_BYTES = 1 << 30
+# Variants whose decode steps see masks of their own.
+_MASKED = ("no bulk", "drop")
 # The needle's own rows exact and no other: what a perfect choice of so few rows would give.
 ORACLE = "oracle"
 
@@ -361,7 +365,7 @@ class Setting:
 def answer_item(
     variants: Variants, tokenizer: Any, item: Item, settings: Sequence[Setting], *, tail: int
 ) -> Iterator[Answer]:
-    """Yield stock's greedy answer to one item, and then each setting's, all from one stock prefill.
+    """Yield stock's greedy answer to one item and each setting's, all from one stock prefill, those of a kind together.
 
     Settings that select rows take ``share`` of the bulk, and `ORACLE` the needle's own rows. Where no row of the needle
     lies in the bulk there is nothing for it to choose, and it is left out.
@@ -369,12 +373,11 @@ def answer_item(
     Raises:
         RidgeFillError: a variant that fills predicted no row.
     """
-    splits = sorted({setting.split for setting in settings})
-    prompt = PairedPrompt(
-        variants, item.ids.to(variants.layout.embeddings.device), tail=tail, head=item.head, splits=splits
-    )
+    splits, ids = sorted({setting.split for setting in settings}), item.ids.to(variants.layout.embeddings.device)
+    prompt = PairedPrompt(variants, ids, tail=tail, head=item.head, splits=splits, logits_to_keep=1)
     first, last = item.rows
     inside = max(0, min(last, prompt.fill_end) - max(first, item.head))
+    waiting: list[tuple[Setting, FilledTail]] = []
     for setting in (Setting(0, "stock"), *settings):
         variant, share, scorer = setting.variant, setting.share, None
         if variant == ORACLE:
@@ -383,9 +386,24 @@ def answer_item(
             variant, share = "quality", inside / (prompt.fill_end - item.head)
             scorer = SpanScorer([item.rows])
         with prompt.variant(setting.split, variant, share=share, scorer=scorer) as filled:
-            if not filled.rows_filled and variant not in ("stock", "no bulk", "drop"):
+            if not filled.rows_filled and variant not in ("stock", *_MASKED):
                 raise RidgeFillError(f"{item.name}, {setting}: no row was filled, so the answer says nothing of a fill")
-            text = greedy_answer(variants.model, tokenizer, filled, item.expected)
+            if variant in _MASKED:
+                yield from _answers(variants.model, tokenizer, item, [(setting, filled)])
+                continue
+        waiting.append((setting, filled))
+        if len(waiting) * _cache_bytes(filled.cache) >= _JOINED_CACHE_BYTES:
+            yield from _answers(variants.model, tokenizer, item, waiting)
+            waiting = []
+    yield from _answers(variants.model, tokenizer, item, waiting)
+
+
+def _answers(
+    model: nn.Module, tokenizer: Any, item: Item, tails: Sequence[tuple[Setting, FilledTail]]
+) -> Iterator[Answer]:
+    first, last = item.rows
+    texts = greedy_answers(model, tokenizer, [filled for _, filled in tails], item.expected)
+    for (setting, filled), text in zip(tails, texts, strict=True):
         yield Answer(
             item.name,
             item.ids.shape[1],
@@ -415,22 +433,44 @@ def _label(rows: tuple[int, int], filled: FilledTail, variant: str) -> str:
 
 
 @torch.no_grad()
-def greedy_answer(model: nn.Module, tokenizer: Any, filled: FilledTail, expected: str) -> str:
-    """Return the most likely continuation, as many tokens as ``expected`` has and a few more, or up to the model's end.
+def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail], expected: str) -> list[str]:
+    """Return each one's most likely continuation, as long as ``expected`` and a few tokens more, or to the model's end.
 
-    It decodes on ``filled.cache``, which grows.
+    The tails are of one prompt, and are decoded together, on a cache that joins theirs; of one alone, the cache grows.
     """
+    if not tails:
+        return []
     most = len(tokenizer(" " + expected, add_special_tokens=False)["input_ids"]) + _SPARE_TOKENS
     ends = _end_ids(model, tokenizer)
-    argument = str(cache_argument_name(model.forward))
-    logits, found = filled.logits[-1], list[int]()
-    while (token := int(logits.argmax())) not in ends:
-        found.append(token)
-        if len(found) == most:
-            break
-        ids = torch.tensor([[token]], device=logits.device)
-        logits = model(ids, use_cache=True, logits_to_keep=1, **{argument: filled.cache}).logits[0, -1]
-    return str(tokenizer.decode(found, skip_special_tokens=True)).strip()
+    cache = tails[0].cache if len(tails) == 1 else _joined([filled.cache for filled in tails])
+    arguments = {"use_cache": True, "logits_to_keep": 1, str(cache_argument_name(model.forward)): cache}
+    logits = torch.stack([filled.logits[-1] for filled in tails])  # [answers, vocab]
+    found: list[list[int]] = [[] for _ in tails]
+    open_answers = set(range(len(tails)))
+    while True:
+        tokens = logits.argmax(-1)
+        for number in sorted(open_answers):
+            if (token := int(tokens[number])) not in ends:
+                found[number].append(token)
+            if token in ends or len(found[number]) == most:
+                open_answers.remove(number)
+        if not open_answers:
+            return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
+        logits = model(tokens.unsqueeze(1), **arguments).logits[:, -1]
+
+
+def _joined(caches: Sequence[Any]) -> Any:
+    """One cache whose sequences are those of ``caches``, of as many rows each."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer_idx, layers in enumerate(zip(*(c.layers for c in caches), strict=True)):
+        cache.update(torch.cat([one.keys for one in layers]), torch.cat([one.values for one in layers]), layer_idx)
+    return cache
+
+
+def _cache_bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:
@@ -539,16 +579,22 @@ class StockAccuracy:
 def usable_prompts(variants: Variants, tokenizer: Any, sample: Sequence[Item], *, tail: int) -> list[StockAccuracy]:
     """Return the lengths and numbers of needles at which stock reaches `LEAST_STOCK_ACCURACY` of a sample.
 
-    A fill cannot lose what the model itself cannot find.
+    A fill cannot lose what the model itself cannot find. Of a group that can reach it no more, nothing else is asked.
 
     Raises:
         RidgeFillError: none is usable.
     """
-    right: dict[tuple[int, int], list[bool]] = {}
+    groups: dict[tuple[int, int], list[Item]] = {}
     for item in sample:
-        answer = next(answer_item(variants, tokenizer, item, (), tail=tail))
-        right.setdefault((answer.tokens, answer.needles), []).append(answer.right)
-    found = [StockAccuracy(*group, sum(answers) / len(answers)) for group, answers in right.items()]
+        groups.setdefault((item.ids.shape[1], item.needles), []).append(item)
+    found = []
+    for group, items in groups.items():
+        right = list[bool]()
+        for item in items:
+            right.append(next(answer_item(variants, tokenizer, item, (), tail=tail)).right)
+            if right.count(False) > (1 - LEAST_STOCK_ACCURACY) * len(items):
+                break
+        found.append(StockAccuracy(*group, sum(right) / len(right)))
     usable = [group for group in found if group.right >= LEAST_STOCK_ACCURACY]
     if not usable:
         shown = ", ".join(f"{g.right:.0%} of {g.tokens:,} tokens with {g.needles} needles" for g in found)

@@ -368,7 +368,7 @@ class FilledTail:
     """A prompt whose tail the stock forward has just run over a filled cache: to be scored, or decoded from.
 
     Attributes:
-        logits: the tail's, ``[tail, vocab]``.
+        logits: of the tail's last rows, all of them unless told otherwise, ``[rows, vocab]``.
         cache: all rows of the prompt.
         fill: the fill span ``[from, to)``, absolute positions, as `Attachment.status` has it.
         selected: positions of bulk rows that ran exactly through every layer, ``[count]``.
@@ -391,10 +391,12 @@ def filled_tail(
     ids: torch.Tensor,
     choice: SelectionSettings | None = None,
     edit: Callable[[Any], None] | None = None,
+    logits_to_keep: int | None = None,
 ) -> Iterator[FilledTail]:
     """Fill ``step``'s cache and run the tail of ``ids`` ``[1, rows]`` over it; decode steps belong inside.
 
-    ``choice`` says which rows are selected, ``edit`` changes the filled cache before the tail sees it.
+    ``choice`` says which rows are selected, ``edit`` changes the filled cache before the tail sees it,
+    ``logits_to_keep`` of how many last rows logits are made (None: the tail's).
 
     Raises:
         RidgeFillError: rows were to be selected and none was.
@@ -419,7 +421,7 @@ def filled_tail(
                     spans = {"head": step.fill_start, "tail": tail, "rows": ids.shape[1]}
                     hidden = late_layers_without_bulk(model, split=settings.split, selection=selection, **spans)
                     undo.enter_context(hidden)
-            logits = prefill_logits(model, ids[:, step.fill_end :], tail, step.cache)
+            logits = prefill_logits(model, ids[:, step.fill_end :], logits_to_keep or tail, step.cache)
             if selection is not None:
                 if selection.rows is None:
                     raise RidgeFillError(
@@ -572,18 +574,28 @@ class PairedPrompt:
     variant costs what its late layers write and the tail. `Attachment` gives the same to rounding: its head runs by
     itself, and its bulk without the tail behind it.
 
+    ``logits_to_keep``: of how many last rows logits are made; None: the tail's.
+
     Attributes:
-        stock: the stock model's logits of the tail, ``[tail, vocab]``.
+        stock: the stock model's logits of those rows, ``[rows, vocab]``.
     """
 
     def __init__(
-        self, variants: Variants, ids: torch.Tensor, *, tail: int, head: int = 4, splits: Sequence[int]
+        self,
+        variants: Variants,
+        ids: torch.Tensor,
+        *,
+        tail: int,
+        head: int = 4,
+        splits: Sequence[int],
+        logits_to_keep: int | None = None,
     ) -> None:
         from transformers import DynamicCache
 
         if not head < ids.shape[1] - tail:
             raise RidgeFillError(f"a prompt of {ids.shape[1]} rows has no bulk between head={head} and tail={tail}")
         self._variants, self.ids, self.tail, self.head = variants, ids, tail, head
+        self._logits_to_keep = logits_to_keep or tail
         # Without a config every layer keeps every row, also where attention slides.
         self._cache: Any = DynamicCache()
         self._streams: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
@@ -595,7 +607,7 @@ class PairedPrompt:
                 undo.callback(layout.layers[split].register_forward_pre_hook(note, with_kwargs=True).remove)
             for module in rotary_modules(layout):
                 undo.callback(module.register_forward_hook(self._note_tables).remove)
-            self.stock = prefill_logits(variants.model, ids, tail, self._cache)
+            self.stock = prefill_logits(variants.model, ids, self._logits_to_keep, self._cache)
 
     @property
     def fill_end(self) -> int:
@@ -658,7 +670,7 @@ class PairedPrompt:
         if variant == "no bulk":
             cache, model = self._first_rows(self.fill_end, layout.num_layers), self._variants.model
             with late_layers_without_bulk(model, split=split, head=self.head, tail=self.tail, rows=rows):
-                logits = prefill_logits(model, self.ids[:, self.fill_end :], self.tail, cache)
+                logits = prefill_logits(model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
                 yield FilledTail(logits, cache, span, nothing, 0)
             return
         stream, layer_kwargs = self._streams[split]
@@ -680,7 +692,8 @@ class PairedPrompt:
                 scorer = RandomScorer()
             choice = self._variants.choice(split, share=share, scorer=scorer, drop=variant == "drop")
             settings = replace(settings, selects_rows=True)
-        with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, edit) as filled:
+        keep = self._logits_to_keep
+        with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, edit, keep) as filled:
             yield filled
 
     def score(self, split: int, variant: str) -> Score:
