@@ -113,7 +113,7 @@ def prepare(
     left_pads = 0
     if padding is not None:
         # By NumPy, as bytes: one trip from the device; after a forward pass each call of torch costs 20 to 40 us.
-        flags = (padding.bool() if padding.is_floating_point() else padding).numpy(force=True) != 0
+        flags = (padding.bool() if padding.is_floating_point() else padding).cpu().numpy() != 0
         for row in flags:
             real = row.tobytes().lstrip(b"\0")
             if b"\0" in real:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import subprocess
 from dataclasses import asdict, replace
 from html import escape
 from html.parser import HTMLParser
@@ -38,6 +40,7 @@ from ridgefill.maps import RidgeMaps
 from ridgefill.verdict import gate_word
 
 TOKENS, TAIL = 120, 24
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SETTINGS = GateSettings(
     (SPLIT,), ("speed",), (TOKENS,), tail=TAIL, min_bulk=1, items=88, documents=4, far=FarSettings(16, 1.0)
 )
@@ -304,6 +307,19 @@ def _number(text: str) -> float:
     return float(plain[:-1]) / 100 if plain.endswith("%") else float(plain)
 
 
+def _check_figures(found: _Page, document: dict[str, Any]) -> None:
+    for path, shown in found.figures:
+        value: Any = document
+        for part in path.split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        digits = len(shown.rstrip("%").partition(".")[2])
+        unit = 100 if shown.endswith("%") else 1
+        if "e" in shown:
+            assert _number(shown) == pytest.approx(value, rel=0.05)
+        else:
+            assert abs(_number(shown) - value) <= 0.5001 / unit / 10**digits, (path, shown, value)
+
+
 def test_the_page_shows_the_numbers_of_gate_json_and_loads_nothing(runs: dict[str, GateRun], tmp_path: Path) -> None:
     for damage, run in runs.items():
         write_report(tmp_path / damage, run)
@@ -318,19 +334,33 @@ def test_the_page_shows_the_numbers_of_gate_json_and_loads_nothing(runs: dict[st
         assert {"svg", "circle", "polyline"} <= set(found.tags)
         assert ("rect" in found.tags) == (damage == "forget")  # an exact fill has nothing to recover, so no bars
         assert len(found.figures) > 60
-        for path, shown in found.figures:
-            value: Any = document
-            for part in path.split("."):
-                value = value[int(part)] if isinstance(value, list) else value[part]
-            digits = len(shown.rstrip("%").partition(".")[2])
-            unit = 100 if shown.endswith("%") else 1
-            if "e" in shown:
-                assert _number(shown) == pytest.approx(value, rel=0.05)
-            else:
-                assert abs(_number(shown) - value) <= 0.5001 / unit / 10**digits, (path, shown, value)
+        _check_figures(found, document)
         for result in document["results"]:
             assert f"{result['verdict']} (" in text
             assert all(escape(reason) in text for reason in result["reasons"])
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_without_network_shows_them_too_and_has_nothing_to_report(
+    runs: dict[str, GateRun], tmp_path: Path
+) -> None:
+    write_report(tmp_path, runs["forget"])
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--proxy-server=127.0.0.1:1"]
+    command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+
+    def shown(page: Path) -> tuple[_Page, str]:
+        done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+        found = _Page()
+        found.feed(done.stdout)
+        return found, done.stderr
+
+    found, messages = shown(tmp_path / "index.html")
+    assert len(found.figures) > 60
+    _check_figures(found, json.loads((tmp_path / "gate.json").read_text()))
+    assert ":CONSOLE" not in messages
+    # A message would be seen.
+    (tmp_path / "faulty.html").write_text("<script>console.error('seen')</script>")
+    assert ":CONSOLE" in shown(tmp_path / "faulty.html")[1]
 
 
 def test_every_answer_and_score_is_kept_beside_the_page(runs: dict[str, GateRun], tmp_path: Path) -> None:
