@@ -29,6 +29,7 @@ from ridgefill.evaluate.gate import (
     Material,
     _controls,
     _result,
+    _spread,
     map_file_entry,
     run_gate,
     standard_material,
@@ -94,8 +95,9 @@ def test_maps_that_forget_fail_both_lines_and_the_report_says_where(runs: dict[s
     assert result["verdict"] == "fail"
     assert (result["needles"]["verdict"], result["distance"]["verdict"]) == ("fail", "fail")
     assert result["needles"]["right"] == 0
-    assert any("0 of 88 found where stock finds 88" in reason for reason in result["reasons"])
-    assert len(result["needles"]["disagreements"]) == 88
+    # After 15 needles lost of 15 (p < 1e-4) no more is asked, controls outside the fill apart.
+    assert any("0 of 15 found where stock finds 15" in reason for reason in result["reasons"])
+    assert len(result["needles"]["disagreements"]) == 15
 
 
 def test_a_budget_that_is_spent_leaves_prompts_out_and_the_verdict_says_so() -> None:
@@ -116,6 +118,17 @@ def test_a_prompt_too_short_for_the_product_to_fill_fails_the_gate() -> None:
     (result,) = gate("none", min_bulk=256, budget_seconds=1e-6).document["results"]
     assert result["verdict"] == "fail"
     assert any("it filled no row of 120 tokens: 120 rows are fewer" in reason for reason in result["reasons"])
+
+
+def test_every_beginning_of_the_queue_has_all_kinds_and_depths() -> None:
+    found = _spread(
+        [replace(item, kind=kind) for item in material().items(TOKENS)[:40] for kind in ("digits", "words")]
+    )
+    assert len(found) == 80
+    assert [item.kind for item in found] == ["digits", "words"] * 40
+    for kind in ("digits", "words"):
+        depths = [item.depth for item in found[:16] if item.kind == kind and item.depth is not None]
+        assert len({int(4 * depth / max(depths) * 0.999) for depth in depths}) == 4
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
@@ -216,7 +229,7 @@ def test_the_map_file_keeps_verdicts_and_the_losses_of_what_passed(runs: dict[st
             assert (status["gate"], status["warnings"]) == ("pass", [])
             assert set(loaded.gate["results"][0]) == {"split", "tier", "dnll", "tail"}
         else:
-            assert status["gate"].startswith("fail: needles: 0 of 88")
+            assert status["gate"].startswith("fail: needles: 0 of 15")
             assert status["warnings"] == [f"the maps' gate: {status['gate']}"]
 
 

@@ -58,7 +58,9 @@ CONTROLS = {"swapped": "speed", "head=0": "speed", "random rows": "quality"}
 # bulk at all, unselected rows dropped.
 BASELINES = ("identity", "direct", "no bulk", "drop")
 # Parts of the budget at which a line ends, once it has its least number of prompts.
-_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.5, 0.8, 0.95
+_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.65, 0.85, 0.95
+# Needles lost with this p-value are lost: looking after every prompt does not change that.
+_CERTAIN_P = 1e-4
 _LEAST_ITEMS, _LEAST_DOCUMENTS, _STOCK_PROBES = 8, 3, 10
 _SPLICE_PROMPTS, _SPLICE_TAIL = 2, 64
 _TIMED_ROUNDS, _DECODED_TOKENS = 3, 16
@@ -195,11 +197,13 @@ def run_gate(
     turns = zip_longest(*(groups[group.tokens, group.needles] for group in usable))
     queue = [item for turn in turns for item in turn if item is not None]
     answers: list[Answer] = []
+    asked = list(columns)
     for number, item in enumerate(queue):
-        if number >= _LEAST_ITEMS * len(usable) and spent() > _NEEDLES_UNTIL:
+        if not asked or (number >= _LEAST_ITEMS * len(usable) and spent() > _NEEDLES_UNTIL):
             break
         progress("needles", number, len(queue))
-        answers += answer_item(variants, tokenizer, item, columns, tail=settings.tail)
+        answers += answer_item(variants, tokenizer, item, asked, tail=settings.tail)
+        asked = [column for column in asked if not _beyond_doubt(answers, column)]
     # Distance, and the controls on the same texts.
     longest = max(group.tokens for group in usable)
     documents = list(material.documents(longest))
@@ -255,14 +259,33 @@ def run_gate(
     return GateRun(document, answers, scores)
 
 
+def _beyond_doubt(answers: Sequence[Answer], column: Setting) -> bool:
+    """Whether so many needles are lost that more would only take the time of the others."""
+    of_column = [a for a in answers if (a.split, a.variant) == (column.split, column.variant) and a.label == "filled"]
+    if not of_column:
+        return False
+    test = cell(answers, column, lambda a: a.label == "filled").test
+    return test.lost > test.gained and test.p < _CERTAIN_P
+
+
 def _share(settings: GateSettings, tier: str) -> float:
     return settings.share if tier == "quality" else 0.0
 
 
 def _spread(items: Sequence[Item]) -> list[Item]:
-    """The items in an order whose every beginning is spread over the depths: by the bits of their number, reversed."""
-    width = max(1, (len(items) - 1).bit_length())
-    return [items[i] for i in sorted(range(len(items)), key=lambda i: int(f"{i:0{width}b}"[::-1], 2))]
+    """The items in an order whose every beginning is spread over the depths of each kind, and kinds take turns.
+
+    By the bits of their number among those of their kind, reversed.
+    """
+    kinds: dict[str, list[Item]] = {}
+    for item in items:
+        kinds.setdefault(item.kind, []).append(item)
+    ordered = []
+    for of_kind in kinds.values():
+        width = max(1, (len(of_kind) - 1).bit_length())
+        reversed_bits = [int(f"{i:0{width}b}"[::-1], 2) for i in range(len(of_kind))]
+        ordered.append([of_kind[i] for i in sorted(range(len(of_kind)), key=reversed_bits.__getitem__)])
+    return [item for turn in zip_longest(*ordered) for item in turn if item is not None]
 
 
 def _control_names(settings: GateSettings) -> list[str]:
@@ -459,7 +482,7 @@ def measure_costs(model: nn.Module, maps: RidgeMaps, ids: torch.Tensor, settings
     no longer than the tail, which never fills) are attached over exact, 1 if they are unharmed. The peak is of this
     process on a CPU (Linux; elsewhere None), of the device's memory on a GPU.
     """
-    options = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
+    options: dict[str, Any] = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
     bare = replace(maps, gate=None)  # this very gate decides what attaching should warn of
     ids = ids.to(next(model.parameters()).device)
     exact_times: list[dict[str, float]] = []

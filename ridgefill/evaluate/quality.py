@@ -6,7 +6,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ridgefill.attachment import attach
 from ridgefill.capture import special_prefix
 from ridgefill.demo import KINDS, standard_texts
 from ridgefill.errors import RidgeFillError
+from ridgefill.evaluate.known import KnownLayers
 from ridgefill.features import Features
 from ridgefill.fused import fused_maps, is_rms_norm
 from ridgefill.layout import cache_argument_name, decoder_layout, input_norm
@@ -392,11 +393,12 @@ def filled_tail(
     choice: SelectionSettings | None = None,
     edit: Callable[[Any], None] | None = None,
     logits_to_keep: int | None = None,
+    shortcut: AbstractContextManager[None] | None = None,
 ) -> Iterator[FilledTail]:
     """Fill ``step``'s cache and run the tail of ``ids`` ``[1, rows]`` over it; decode steps belong inside.
 
     ``choice`` says which rows are selected, ``edit`` changes the filled cache before the tail sees it,
-    ``logits_to_keep`` of how many last rows logits are made (None: the tail's).
+    ``logits_to_keep`` of how many last rows logits are made (None: the tail's). The tail runs inside ``shortcut``.
 
     Raises:
         RidgeFillError: rows were to be selected and none was.
@@ -421,7 +423,8 @@ def filled_tail(
                     spans = {"head": step.fill_start, "tail": tail, "rows": ids.shape[1]}
                     hidden = late_layers_without_bulk(model, split=settings.split, selection=selection, **spans)
                     undo.enter_context(hidden)
-            logits = prefill_logits(model, ids[:, step.fill_end :], logits_to_keep or tail, step.cache)
+            with shortcut or nullcontext():
+                logits = prefill_logits(model, ids[:, step.fill_end :], logits_to_keep or tail, step.cache)
             if selection is not None:
                 if selection.rows is None:
                     raise RidgeFillError(
@@ -571,8 +574,8 @@ class PairedPrompt:
     """One prompt, prefilled once by the stock model; every variant of a fill at every split starts from that pass.
 
     The layers below a split are the same in both, and the stock pass goes through every split's stream, so that a
-    variant costs what its late layers write and the tail. `Attachment` gives the same to rounding: its head runs by
-    itself, and its bulk without the tail behind it.
+    variant costs what its late layers write and the tail's pass through them (`KnownLayers`). `Attachment` gives the
+    same to rounding: its head runs by itself, and its bulk without the tail behind it.
 
     ``logits_to_keep``: of how many last rows logits are made; None: the tail's.
 
@@ -601,10 +604,12 @@ class PairedPrompt:
         self._streams: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         self._rotary_outputs: list[Any] = []
         layout = variants.layout
+        self._known = KnownLayers(layout, max(splits, default=0), self.fill_end)
         with ExitStack() as undo:
             for split in splits:
                 note = functools.partial(self._note_stream, split)
                 undo.callback(layout.layers[split].register_forward_pre_hook(note, with_kwargs=True).remove)
+            undo.enter_context(self._known.note())
             for module in rotary_modules(layout):
                 undo.callback(module.register_forward_hook(self._note_tables).remove)
             self.stock = prefill_logits(variants.model, ids, self._logits_to_keep, self._cache)
@@ -670,7 +675,8 @@ class PairedPrompt:
         if variant == "no bulk":
             cache, model = self._first_rows(self.fill_end, layout.num_layers), self._variants.model
             with late_layers_without_bulk(model, split=split, head=self.head, tail=self.tail, rows=rows):
-                logits = prefill_logits(model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
+                with self._known.hand_back(split, self.exact_rows):
+                    logits = prefill_logits(model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
                 yield FilledTail(logits, cache, span, nothing, 0)
             return
         stream, layer_kwargs = self._streams[split]
@@ -692,8 +698,8 @@ class PairedPrompt:
                 scorer = RandomScorer()
             choice = self._variants.choice(split, share=share, scorer=scorer, drop=variant == "drop")
             settings = replace(settings, selects_rows=True)
-        keep = self._logits_to_keep
-        with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, edit, keep) as filled:
+        keep, shortcut = self._logits_to_keep, self._known.hand_back(split, self.exact_rows)
+        with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, edit, keep, shortcut) as filled:
             yield filled
 
     def score(self, split: int, variant: str) -> Score:

@@ -1,0 +1,78 @@
+"""Layers whose outputs for a prompt's tail are known, so that later passes over the tail need not run them again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ridgefill.layout import DecoderLayout
+
+
+class KnownLayers:
+    """The first layers' outputs for the last rows of one prompt, noted in a pass over all of it.
+
+    Every variant of a fill has the same layers below its split. A pass that hands these back instead of running them
+    costs what the layers from the split on do; its hooks see the true block inputs.
+    """
+
+    def __init__(self, layout: DecoderLayout, count: int, first_row: int) -> None:
+        self._layout, self._count, self._first_row = layout, count, first_row
+        self._outputs: list[Any] = [None] * count
+
+    @contextmanager
+    def note(self) -> Iterator[None]:
+        """Note what one pass inside the block gives."""
+        with ExitStack() as undo:
+            for layer_idx in range(self._count):
+                hook = functools.partial(self._note, layer_idx)
+                undo.callback(self._layout.layers[layer_idx].register_forward_hook(hook).remove)
+            yield
+
+    def _note(self, layer_idx: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._outputs[layer_idx] = self._cut(output)
+
+    def _cut(self, output: Any) -> Any:
+        """The tail's rows of a block output ``[batch, rows, d]``, or of the first of several."""
+        if isinstance(output, tuple):
+            return (self._cut(output[0]), *output[1:])
+        return output[:, self._first_row :]
+
+    @contextmanager
+    def hand_back(self, split: int, rows_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """Layers below ``split`` give what is known in one pass over the tail inside the block.
+
+        ``rows_of(layer)`` are the prompt's keys and values ``[batch, heads, rows, dim]``; the tail's are put in the
+        cache.
+        """
+        with ExitStack() as undo:
+            for layer_idx in range(split):
+                layer = self._layout.layers[layer_idx]
+                own = vars(layer).get("forward")  # an instance's own, where a library has put one
+                undo.callback(functools.partial(_set_forward, layer, own))
+                _set_forward(layer, functools.partial(self._give, layer_idx, rows_of))
+            yield
+
+    def _give(
+        self,
+        layer_idx: int,
+        rows_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+        *_: Any,
+        **layer_kwargs: Any,
+    ) -> Any:
+        keys, values = (tensor[..., self._first_row :, :] for tensor in rows_of(layer_idx))
+        layer_kwargs[self._layout.cache_argument].update(keys, values, layer_idx)
+        return self._outputs[layer_idx]
+
+
+def _set_forward(layer: Any, forward: Any) -> None:
+    if forward is None:
+        vars(layer).pop("forward", None)
+    else:
+        layer.forward = forward
