@@ -37,6 +37,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--model", default="smollm2-135m", help="one of the demo's models")
     parser.add_argument("--split", default="15,18,20")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
@@ -46,7 +47,7 @@ def main() -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = model_folder("smollm2-135m")
+    folder = model_folder(options.model)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = calibration_texts(5 * options.tokens)

@@ -53,11 +53,8 @@ CASES = {
 # The check before the timing: plumb's construction does not depend on the prompt's length, and its time does.
 _CHECKED_TOKENS = 1024
 
-# Issue 3: what a call that does not fill may cost more than stock. A long prompt that is refused only once its mask has
-# been read costs more, because a forward pass leaves none of that code in the processor's caches: it is held to a share
-# of its own call.
+# Issue 3: what a call that does not fill may cost more than stock.
 ADDED_BAR_US = 100
-ADDED_BAR_SHARE = 0.01
 
 
 def load(name: str, dtype: torch.dtype) -> nn.Module:
@@ -198,7 +195,7 @@ def time_overhead(repeats: int = 1000) -> dict[str, Any]:
         "short prompt": {"input_ids": torch.full((1, 64), 7)},
         "refused prompt": {"input_ids": torch.full((1, 1024), 7), "attention_mask": hole},
     }
-    figures: dict[str, Any] = {"repeats": repeats, "bar_us": ADDED_BAR_US, "bar_share": ADDED_BAR_SHARE}
+    figures: dict[str, Any] = {"repeats": repeats, "bar_us": ADDED_BAR_US}
     with torch.inference_mode(), ridgefill.attach(tiny, maps) as attachment:
         filled = DynamicCache(config=tiny.config)
         argument = decoder_layout(tiny).cache_argument
@@ -303,9 +300,7 @@ def main() -> None:
     if options.overhead:
         figures = time_overhead()
         print(json.dumps(figures))
-        held = ("decode step", "decode step on a filled cache", "short prompt")
-        over = any(figures[name]["added_us"] > ADDED_BAR_US for name in held)
-        if over or figures["refused prompt"]["added_share"] > ADDED_BAR_SHARE:
+        if any(case["added_us"] > ADDED_BAR_US for case in figures.values() if isinstance(case, dict)):
             raise SystemExit(1)
         return
     missed = False

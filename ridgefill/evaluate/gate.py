@@ -545,7 +545,8 @@ def _timed(
         found["peak_mib"] = mib
     if read_status is not None and status is not None:
         status.update(read_status())
-    cache = {str(cache_argument_name(model.forward)): output.past_key_values}
+    argument = str(cache_argument_name(model.forward))
+    cache = {argument: output[argument]}
     started = time.perf_counter()
     for _ in range(_DECODED_TOKENS):
         output = model(output.logits[:, -1:].argmax(-1), use_cache=True, logits_to_keep=1, **cache)
