@@ -95,9 +95,9 @@ def test_maps_that_forget_fail_both_lines_and_the_report_says_where(runs: dict[s
     assert result["verdict"] == "fail"
     assert (result["needles"]["verdict"], result["distance"]["verdict"]) == ("fail", "fail")
     assert result["needles"]["right"] == 0
-    # After 15 needles lost of 15 (p < 1e-4) no more is asked, controls outside the fill apart.
-    assert any("0 of 15 found where stock finds 15" in reason for reason in result["reasons"])
-    assert len(result["needles"]["disagreements"]) == 15
+    # After 11 needles lost of 11 (p < .001) no more is asked, controls outside the fill apart.
+    assert any("0 of 11 found where stock finds 11" in reason for reason in result["reasons"])
+    assert len(result["needles"]["disagreements"]) == 11
 
 
 def test_a_budget_that_is_spent_leaves_prompts_out_and_the_verdict_says_so() -> None:
@@ -229,7 +229,7 @@ def test_the_map_file_keeps_verdicts_and_the_losses_of_what_passed(runs: dict[st
             assert (status["gate"], status["warnings"]) == ("pass", [])
             assert set(loaded.gate["results"][0]) == {"split", "tier", "dnll", "tail"}
         else:
-            assert status["gate"].startswith("fail: needles: 0 of 15")
+            assert status["gate"].startswith("fail: needles: 0 of 11")
             assert status["warnings"] == [f"the maps' gate: {status['gate']}"]
 
 

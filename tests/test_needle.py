@@ -37,6 +37,7 @@ from ridgefill.evaluate.stats import (
     exact_mcnemar,
     minimum_detectable_effect,
     minimum_detectable_losses,
+    score_interval,
     sign_test,
 )
 
@@ -290,10 +291,33 @@ def test_mcnemar_by_hand() -> None:
     assert test.change.low < -0.2 < test.change.high
     same = exact_mcnemar([True] * 96, [True] * 96)
     assert (same.p, same.change.estimate) == (1.0, 0.0)
-    # No difference in 96 pairs still leaves room for one: the upper bound of 0 in 96 at 97.5%, one-sided 1.25%.
-    assert same.change.low == pytest.approx(-(1 - 0.0125 ** (1 / 96)))
+    # No difference in 96 pairs still leaves room for one: z^2 / (n + z^2).
+    assert same.change.low == pytest.approx(-3.841459 / (96 + 3.841459), rel=1e-6)
+    assert same.change.high == pytest.approx(-same.change.low)
     with pytest.raises(RidgeFillError, match="pairs"):
         exact_mcnemar([True], [True, False])
+
+
+def test_the_interval_of_a_change_covers_what_it_says() -> None:
+    # Exactly, by every outcome of 40 pairs: lost, gained and equal ones.
+    pairs = 40
+    outcomes = [(lost, gained) for lost in range(pairs + 1) for gained in range(pairs + 1 - lost)]
+    intervals = {outcome: score_interval(*outcome, pairs) for outcome in outcomes}
+    assert all(-1 <= i.low <= i.estimate <= i.high <= 1 for i in intervals.values())
+    mirrored = {outcome: intervals[outcome[::-1]] for outcome in outcomes}
+    assert all(intervals[o].low == pytest.approx(-mirrored[o].high, abs=1e-9) for o in outcomes)
+    covered = []
+    for p_lost in (0.0, 0.01, 0.03, 0.1, 0.2):
+        for p_gained in (0.0, 0.01, 0.05, 0.2):
+            share = 0.0
+            for (lost, gained), interval in intervals.items():
+                ways = math.comb(pairs, lost) * math.comb(pairs - lost, gained)
+                chance = ways * p_lost**lost * p_gained**gained * (1 - p_lost - p_gained) ** (pairs - lost - gained)
+                if interval.low - 1e-9 <= p_gained - p_lost <= interval.high + 1e-9:
+                    share += chance
+            covered.append(share)
+    assert min(covered) > 0.925  # where nothing is ever gained; a discrete interval is not above 0.95 everywhere
+    assert 0.945 < sum(covered) / len(covered) < 0.985
 
 
 def test_a_missing_scipy_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

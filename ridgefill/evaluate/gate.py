@@ -58,9 +58,9 @@ CONTROLS = {"swapped": "speed", "head=0": "speed", "random rows": "quality"}
 # bulk at all, unselected rows dropped.
 BASELINES = ("identity", "direct", "no bulk", "drop")
 # Parts of the budget at which a line ends, once it has its least number of prompts.
-_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.65, 0.85, 0.95
+_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.7, 0.87, 0.95
 # Needles lost with this p-value are lost: looking after every prompt does not change that.
-_CERTAIN_P = 1e-4
+_CERTAIN_P = 1e-3
 _LEAST_ITEMS, _LEAST_DOCUMENTS, _STOCK_PROBES = 8, 3, 10
 _SPLICE_PROMPTS, _SPLICE_TAIL = 2, 64
 _TIMED_ROUNDS, _DECODED_TOKENS = 3, 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,9 +83,8 @@ class McNemar:
         lost: pairs that only the first side has right.
         gained: pairs that only the second side has right.
         p: two-sided, of a split as uneven as this one if both sides were equally good.
-        change: second minus first, as a share of all pairs; its bounds are those of the two exact (Clopper-Pearson)
-            intervals of lost and gained at 97.5% each: they cover at least 95%, and few pairs without a difference are
-            not taken for equal sides.
+        change: second minus first, as a share of all pairs, with Tango's score interval: the differences that a score
+            test does not reject. Few pairs without a difference are not taken for equal sides.
     """
 
     lost: int
@@ -105,9 +105,36 @@ def exact_mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
     lost = sum(a and not b for a, b in zip(first, second, strict=True))
     gained = sum(b and not a for a, b in zip(first, second, strict=True))
     p = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
-    of_lost, of_gained = (binomtest(k, len(first)).proportion_ci(0.975) for k in (lost, gained))
-    change = Interval((gained - lost) / len(first), of_gained.low - of_lost.high, of_gained.high - of_lost.low)
-    return McNemar(lost, gained, p, change)
+    return McNemar(lost, gained, p, score_interval(lost, gained, len(first)))
+
+
+def score_interval(lost: int, gained: int, pairs: int, *, level: float = 0.95) -> Interval:
+    """Return ``(gained - lost) / pairs`` with its score interval (Tango, Statistics in Medicine 17, 1998).
+
+    Both bounds solve ``|gained - lost - pairs d| = z sqrt(pairs (2 q + d (1 - d)))``, where q is the most likely share
+    of lost pairs if the true difference is d.
+    """
+    stats = scipy_stats()
+    z = float(stats.norm.ppf((1 + level) / 2))
+
+    def score(d: float) -> float:
+        b = -gained - lost + (2 * pairs - gained + lost) * d
+        q = (math.sqrt(b * b + 8 * pairs * lost * d * (1 - d)) - b) / (4 * pairs)
+        deviation = math.sqrt(max(0.0, pairs * (2 * q + d * (1 - d))))
+        distance = gained - lost - pairs * d
+        return distance / deviation if deviation else math.copysign(math.inf, distance) if distance else 0.0
+
+    def bound(inside: float, outside: float, wanted: float) -> float:
+        for _ in range(60):  # the score falls as d grows
+            middle = (inside + outside) / 2
+            if abs(score(middle)) < wanted:
+                inside = middle
+            else:
+                outside = middle
+        return inside
+
+    estimate = (gained - lost) / pairs
+    return Interval(estimate, bound(estimate, -1.0, z), bound(estimate, 1.0, z))
 
 
 def sign_test(differences: Sequence[float]) -> float:
