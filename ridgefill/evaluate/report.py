@@ -59,8 +59,10 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: .5rem 1.5rem .5rem 0; } .row { display: flex; flex-wrap: wrap; }
 td, th { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
-th:first-child, td:first-child, td.words { text-align: left; } caption { text-align: left; font-weight: 600; }
+th:first-child, td:first-child { text-align: left; } caption { text-align: left; font-weight: 600; }
 .pass { color: #17693a; } .fail { color: #a3211c; } .undecided { color: #8a5a00; } .verdict { font-weight: 700; }
+.maps table { margin-right: .8rem; } .maps td, .maps th { padding: .1rem .2rem; font-size: 12px; }
+.nowrap td, .nowrap th { white-space: nowrap; padding: .2rem .4rem; font-size: 13px; }
 svg text { font: 12px system-ui, sans-serif; fill: #222; } details { margin: .5rem 0; } pre { white-space: pre-wrap; }
 """
 _COLOURS = ("#1f5fa8", "#c2571a", "#3a7d44", "#7b4a9e", "#a33b5c", "#5c6b73")
@@ -170,29 +172,29 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = ""
 
 
 def _verdicts(document: dict[str, Any], show: _Figures, names: Sequence[str]) -> str:
-    rows = []
+    rows, reasons = [], list[str]()
     for number, (name, result) in enumerate(zip(names, document["results"], strict=True)):
         at, verdict = f"results.{number}", result["verdict"]
         groups = f"{at}.distance.groups"
         far = result["distance"]["groups"]["far-dependent"]
-        reasons = "<br>".join(escape(reason) for reason in result["reasons"])
+        reasons += [f"<li>{escape(name)}: {escape(reason)}</li>" for reason in result["reasons"]]
         rows.append(
             (
                 name,
-                f'<span class="verdict {verdict}">{verdict}</span>: {_MEANING[verdict]}',
+                f'<span class="verdict {verdict}">{verdict}</span>',
                 show(f"{at}.rows_filled", ","),
                 f"{show(f'{at}.needles.right')} of {show(f'{at}.needles.items')}, stock {show(f'{at}.needles.stock')}"
                 f"<br>{show.interval(f'{at}.needles.test.change', '+.1%')}"
                 f"<br>p = {show(f'{at}.needles.test.p', '.2g')}",
-                show.interval(f"{groups}.whole tail.kl", ".4f"),
-                show.interval(f"{groups}.whole tail.dnll", "+.4f"),
+                show.interval(f"{groups}.whole tail.kl", ".3f"),
+                show.interval(f"{groups}.whole tail.dnll", "+.3f"),
                 "–" if far is None else show.interval(f"{groups}.far-dependent.dnll", "+.3f"),
                 show(f"cost.{number}.ttft_ratio", ".2f"),
-                reasons,
             )
         )
-    head = ("", "verdict", "rows filled", "needles in the fill", "KL", "dNLL", "dNLL, far-dependent", "TTFT", "why not")
-    return _table(head, rows)
+    head = ("", "verdict", "rows filled", "needles in the fill", "KL", "dNLL", "dNLL, far-dependent", "TTFT ratio")
+    why_not = f"<h3>Why not</h3><ul>{''.join(reasons)}</ul>" if reasons else ""
+    return f'<div class="nowrap">{_table(head, rows)}</div>{why_not}'
 
 
 def _svg(width: int, height: int, body: str, label: str) -> str:
@@ -225,7 +227,8 @@ def _pareto(document: dict[str, Any], names: Sequence[str]) -> str:
         at_x, at_y = 60 + 380 * (x - left) / (right - left), 220 - 190 * max(0.0, y) / most
         colour = {"pass": "#17693a", "fail": "#a3211c"}.get(verdict, "#8a5a00")
         body += f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{colour}" data-point="{number}"/>'
-        body += _text(min(at_x + 8, 360), at_y - 4, name)
+        side, anchor = (8, "start") if at_x < 330 else (-8, "end")  # inside the axes
+        body += _text(at_x + side, at_y - 4, name, anchor)
     return _svg(470, 260, body, "speed-up against loss")
 
 
@@ -263,13 +266,13 @@ def _heat_maps(document: dict[str, Any], show: _Figures, number: int, name: str)
                     part = (entry[key] if key else entry["stock"] - entry["right"]) / entry["items"]
                     shade = (1 - part) if key else part
                     at = f"results.{number}.needles.heat_map.{index}"
-                    text = f"{show(f'{at}.{key}')}/{show(f'{at}.items')}" if key else f"{-part:+.0%}"
+                    text = f"{show(f'{at}.{key}')}/{show(f'{at}.items')}" if key else f"{0.0 - part:+.0%}"
                     colour = f"rgb(255, {255 - 130 * max(0.0, shade):.0f}, {255 - 150 * max(0.0, shade):.0f})"
                     cells.append(f'<span style="background: {colour}; padding: 0 .4rem">{text}</span>')
             rows.append(cells)
         depths = sorted({tuple(entry["depth"]) for entry in line["heat_map"]})
-        head = ["tokens", *(f"{low:.0%}–{high:.0%}" for low, high in depths)]
-        tables.append(_table(head, rows, f"{name}: {title}"))
+        head = ["tokens", *(f"{100 * low:.0f}–{high:.0%}" for low, high in depths)]
+        tables.append(_table(head, rows, title))
     differing = [
         [escape(str(entry[key])) for key in ("item", "question", "expected", "stock", "filled")]
         for entry in line["disagreements"]
@@ -277,7 +280,7 @@ def _heat_maps(document: dict[str, Any], show: _Figures, number: int, name: str)
     listed = _table(("prompt", "question", "expected", "stock says", "filled says"), differing)
     outside = f"{show(f'results.{number}.needles.outside.right')} of {show(f'results.{number}.needles.outside.items')}"
     more = f"<details><summary>{len(differing)} answers differ; {outside} outside the fill are right</summary>{listed}"
-    return f'<div class="row">{"".join(tables)}</div>{more}</details>'
+    return f'<h3>{escape(name)}</h3><div class="row maps">{"".join(tables)}</div>{more}</details>'
 
 
 def _splices(document: dict[str, Any], show: _Figures, split: str) -> str:
