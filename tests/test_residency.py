@@ -22,7 +22,8 @@ from ridgefill import attachment as attachment_module
 from ridgefill import residency
 from ridgefill.errors import AttachError
 from ridgefill.fused import FusedMaps
-from ridgefill.residency import Copies, CudaQueues, Dense, Int8, Streamed, dequantised, held_bytes, quantised
+from ridgefill.matrices import dequantised, quantised
+from ridgefill.residency import Copies, CudaQueues, Dense, Int8, Streamed, held_bytes
 
 ROWS, TAIL, HEAD = 96, 16, 4
 SETTINGS: dict[str, Any] = {"tail": TAIL, "head": HEAD, "min_bulk": 8, "form": "fused"}
