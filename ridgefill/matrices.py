@@ -60,9 +60,10 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Int8 codes ``[n_in, n_out]`` and bf16 scales ``[ceil(n_in / 128), n_out]`` of a weight ``[n_in, n_out]``.
 
     A scale is absmax / 127 of 128 inputs of a column (fewer in the last group), rounded to bf16; codes are rounded
-    against the rounded scale, so that ``codes * scales`` is off by half a scale at most, but for an absmax whose scale
-    was rounded down (design section 5). What `dequantised` makes of them in float32 has the same codes and scales: the
-    largest code of a group is 127, whichever way its scale was rounded (127 / (1 + 2^-8) > 126.5).
+    against the rounded scale, so that ``codes * scales`` is off by half a scale at most (design section 5). What
+    `dequantised` makes of them in float32 has the same codes and scales: whichever way a scale was rounded, its absmax is
+    between 127 / (1 + 2^-8) > 126.5 and 127 (1 + 2^-8) < 127.5 of it, so that the largest code is 127. (Of scales that
+    are normal numbers; below 1e-38 less holds.)
     """
     import torch
 
