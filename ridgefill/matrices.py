@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -61,9 +62,9 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     A scale is absmax / 127 of 128 inputs of a column (fewer in the last group), rounded to bf16; codes are rounded
     against the rounded scale, so that ``codes * scales`` is off by half a scale at most (design section 5). What
-    `dequantised` makes of them in float32 has the same codes and scales: whichever way a scale was rounded, its absmax is
-    between 127 / (1 + 2^-8) > 126.5 and 127 (1 + 2^-8) < 127.5 of it, so that the largest code is 127. (Of scales that
-    are normal numbers; below 1e-38 less holds.)
+    `dequantised` makes of them in float32 has the same codes and scales: whichever way a scale was rounded, its absmax
+    lies between 127 / (1 + 2^-8) > 126.5 and 127 (1 + 2^-8) < 127.5 of it, so that the largest code is 127. (Scales
+    below 1e-38 have fewer bits, and less holds.)
     """
     import torch
 
@@ -104,12 +105,23 @@ def dense(matrix: Matrix, dtype: torch.dtype, device: torch.device | str = "cpu"
     if isinstance(matrix, Codes):
         return dequantised(matrix.codes.to(device), matrix.scales.to(device), dtype)
     if isinstance(matrix, Factors):
-        from ridgefill.moments import exact_float32_products
-
         left, right = (dense(factor, torch.float32, device) for factor in (matrix.left, matrix.right))
         with exact_float32_products():
             return (left @ right).to(dtype)
     return matrix.to(device, dtype)
+
+
+@contextmanager
+def exact_float32_products() -> Iterator[None]:
+    """Float32 matmuls in float32, whatever precision the caller allowed (TF32 and bf16 lose 13 bits)."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def converted(matrix: Matrix, dtype: torch.dtype) -> Matrix:
