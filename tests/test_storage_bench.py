@@ -1,0 +1,64 @@
+"""`benches/storage.py`: every way of storing one solution is scored, and what it prints is what was measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny import tiny_model
+from tiny_tokenizer import byte_tokenizer, random_text
+from transformers import AutoModelForCausalLM
+
+from ridgefill.evaluate.quality import BulkPrefill, held_out_windows, prefill_logits
+from ridgefill.solve import fit_sums, sum_texts
+
+ROOT = Path(__file__).parent.parent
+SPLIT, TOKENS, TAIL, WINDOW = 3, 200, 48, 100
+STORED = [
+    *("bfloat16", "int8, converted", "float32", "int8", "bfloat16, rank 12", "int8, rank 12"),
+    *("bfloat16, rank 8", "int8, rank 8", "bfloat16, rank 4", "int8, rank 4"),
+]
+
+
+def test_every_way_of_storing_is_scored_beside_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benches"))
+    bench: Any = importlib.import_module("storage")
+    tiny_model("llama", hidden_size=32).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    texts = [random_text(WINDOW, seed) for seed in range(12)]
+    sums = sum_texts(
+        model, byte_tokenizer(), texts, (SPLIT,), window_tokens=WINDOW, features=("stream",), checkpoint=tmp_path / "m"
+    )
+    arguments = ["--moments", str(tmp_path / "m"), "--model", str(tmp_path / "model"), "--split", str(SPLIT)]
+    arguments += ["--tokens", str(TOKENS), "--tail", str(TAIL), "--per-kind", "2", "--kinds", "prose"]
+    result = CliRunner().invoke(bench.main, [*arguments, "--json", str(tmp_path / "out.json")], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = {row["stored"]: row for row in json.loads((tmp_path / "out.json").read_text())["table"]}
+    assert list(rows) == STORED
+    for name, row in rows.items():
+        assert row["rows_filled"] == TOKENS - TAIL - 4
+        assert f"{row['kl']['estimate']:.4f} [{row['kl']['low']:.4f}, {row['kl']['high']:.4f}]" in result.stdout
+        assert (row["kl_change"]["estimate"] == 0) == (name == "bfloat16")
+        assert row["read_ms"] > 0 < row["dense_ms"]
+    assert rows["int8"]["bytes"] == rows["int8, converted"]["bytes"] < rows["bfloat16"]["bytes"]
+    assert rows["bfloat16"]["bytes"] < rows["float32"]["bytes"]
+
+    # Two cells by hand.
+    windows = held_out_windows(byte_tokenizer(), tokens=TOKENS, per_kind=2, kinds=("prose",))
+    found = {}
+    for name, storage in (("bfloat16", {}), ("int8, rank 4", {"dtype": torch.int8, "rank": 4})):
+        maps = fit_sums(model, byte_tokenizer(), sums, features=("stream",), gains="none", **storage)
+        scores = []
+        for window in windows:
+            bulk = BulkPrefill(model, maps, window.ids, split=SPLIT, tail=TAIL)
+            scores.append(bulk.score(maps, prefill_logits(model, window.ids, TAIL)).kl)
+        found[name] = sum(scores) / len(scores)
+        assert rows[name]["kl"]["estimate"] == pytest.approx(found[name], rel=1e-6)
+    change = rows["int8, rank 4"]["kl_change"]["estimate"]
+    assert change == pytest.approx(found["int8, rank 4"] - found["bfloat16"], rel=1e-4)
