@@ -36,22 +36,22 @@ from ridgefill.synth import resident_maps
 
 MOST_INT8_KL = 0.002
 LOADS = 5
-# Name, dtype, and the rank's share of the width; the first is what the others are compared with.
-PLAIN = (("bfloat16", torch.bfloat16, None), ("float32", torch.float32, None), ("int8", torch.int8, None))
-RANKED = (("bfloat16", torch.bfloat16), ("int8", torch.int8))
+# The first is what the others are compared with.
+WHOLE = ("bfloat16", "float32", "int8")
+RANKED = ("bfloat16", "int8")
 
 
 def stored_maps(fit: Callable[..., RidgeMaps], hidden_size: int) -> Iterator[tuple[str, RidgeMaps]]:
     """Every way of storing one solution, by name; ``fit`` takes ``dtype`` and ``rank``."""
-    for name, dtype, rank in PLAIN:
-        maps = fit(dtype=dtype, rank=rank)
+    for name in WHOLE:
+        maps = fit(dtype=getattr(torch, name), rank=None)
         yield name, maps
-        if dtype == torch.bfloat16:
+        if name == WHOLE[0]:
             yield "int8, converted", maps.stored_as(torch.int8)
     for share in sorted(RANK_SHARES, reverse=True):
-        for name, dtype in RANKED:
+        for name in RANKED:
             rank = round(share * hidden_size)
-            yield f"{name}, rank {rank}", fit(dtype=dtype, rank=rank)
+            yield f"{name}, rank {rank}", fit(dtype=getattr(torch, name), rank=rank)
 
 
 def load_times(path: Path, split: int, layout: Any) -> tuple[float, float]:
@@ -107,9 +107,7 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 @click.option("--head", default=4, show_default=True)
 @click.option("--per-kind", default=8, type=click.IntRange(min=1), show_default=True, help="Prompts of each kind.")
 @click.option("--kinds", default=",".join(KINDS), show_default=True)
-@click.option(
-    "--fit-tokens", default=147_456, show_default=True, help="Calibration tokens when --moments is not given."
-)
+@click.option("--fit-tokens", default=147_456, show_default=True, help="Calibration tokens without --moments.")
 @click.option("--window", "fit_window", default=1024, show_default=True, help="Tokens of one calibration window.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--threads", type=int)

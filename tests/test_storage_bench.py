@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from tiny import tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ridgefill.evaluate.quality import BulkPrefill, held_out_windows, prefill_logits
 from ridgefill.solve import fit_sums, sum_texts
@@ -31,9 +31,10 @@ def test_every_way_of_storing_is_scored_beside_the_first(tmp_path: Path, monkeyp
     tiny_model("llama", hidden_size=32).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     texts = [random_text(WINDOW, seed) for seed in range(12)]
     sums = sum_texts(
-        model, byte_tokenizer(), texts, (SPLIT,), window_tokens=WINDOW, features=("stream",), checkpoint=tmp_path / "m"
+        model, tokenizer, texts, (SPLIT,), window_tokens=WINDOW, features=("stream",), checkpoint=tmp_path / "m"
     )
     arguments = ["--moments", str(tmp_path / "m"), "--model", str(tmp_path / "model"), "--split", str(SPLIT)]
     arguments += ["--tokens", str(TOKENS), "--tail", str(TAIL), "--per-kind", "2", "--kinds", "prose"]
@@ -46,14 +47,14 @@ def test_every_way_of_storing_is_scored_beside_the_first(tmp_path: Path, monkeyp
         assert f"{row['kl']['estimate']:.4f} [{row['kl']['low']:.4f}, {row['kl']['high']:.4f}]" in result.stdout
         assert (row["kl_change"]["estimate"] == 0) == (name == "bfloat16")
         assert row["read_ms"] > 0 < row["dense_ms"]
-    assert rows["int8"]["bytes"] == rows["int8, converted"]["bytes"] < rows["bfloat16"]["bytes"]
-    assert rows["bfloat16"]["bytes"] < rows["float32"]["bytes"]
+    assert rows["int8"]["bytes"] < rows["bfloat16"]["bytes"] < rows["float32"]["bytes"]
+    assert abs(rows["int8"]["bytes"] - rows["int8, converted"]["bytes"]) < 500  # the digits of held-out figures
 
     # Two cells by hand.
-    windows = held_out_windows(byte_tokenizer(), tokens=TOKENS, per_kind=2, kinds=("prose",))
+    windows = held_out_windows(tokenizer, tokens=TOKENS, per_kind=2, kinds=("prose",))
     found = {}
     for name, storage in (("bfloat16", {}), ("int8, rank 4", {"dtype": torch.int8, "rank": 4})):
-        maps = fit_sums(model, byte_tokenizer(), sums, features=("stream",), gains="none", **storage)
+        maps = fit_sums(model, tokenizer, sums, features=("stream",), gains="none", **storage)
         scores = []
         for window in windows:
             bulk = BulkPrefill(model, maps, window.ids, split=SPLIT, tail=TAIL)
