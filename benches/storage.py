@@ -2,11 +2,13 @@
 
     python benches/storage.py --moments docs.moments        sums that `ridgefill fit --checkpoint` kept
     python benches/storage.py                               a pass over 147,456 tokens first
+    python benches/storage.py --maps maps.safetensors       a file of bfloat16 and what `ridgefill convert` makes of it
 
-One solution of the same sums is stored in each way, features and gains the same in all, so that storage alone differs:
-bfloat16, float32, int8, int8 converted from the bfloat16 file, and ranks in bfloat16 and in int8. KL and dNLL to stock
-are in nats a token on the exact tail of held-out prompts, with 95% intervals over prompts; differences are paired by
-prompt. Exits with 1 when int8's mean KL differs from bfloat16's by more than .002 (issue 4).
+One solution of the same sums is stored in each way, features the same in all and no gains, so that storage alone
+differs: bfloat16, float32, int8, int8 converted from the bfloat16 file, and ranks in bfloat16 and in int8. A file that
+is given keeps its features and gains. KL and dNLL to stock are in nats a token on the exact tail of held-out prompts,
+with 95% intervals over prompts; differences are paired by prompt. Exits with 1 when int8's mean KL differs from
+bfloat16's by more than .002 (issue 4).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ LOADS = 5
 # The first is what the others are compared with.
 WHOLE = ("bfloat16", "float32", "int8")
 RANKED = ("bfloat16", "int8")
+CONVERTED = "int8, converted"
 
 
 def stored_maps(fit: Callable[..., RidgeMaps], hidden_size: int) -> Iterator[tuple[str, RidgeMaps]]:
@@ -47,7 +51,7 @@ def stored_maps(fit: Callable[..., RidgeMaps], hidden_size: int) -> Iterator[tup
         maps = fit(dtype=getattr(torch, name), rank=None)
         yield name, maps
         if name == WHOLE[0]:
-            yield "int8, converted", maps.stored_as(torch.int8)
+            yield CONVERTED, maps.stored_as(torch.int8)
     for share in sorted(RANK_SHARES, reverse=True):
         for name in RANKED:
             rank = round(share * hidden_size)
@@ -99,6 +103,9 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 
 @click.command(help=__doc__)
 @click.option("--moments", "sums_path", type=click.Path(exists=True, path_type=Path), help="Sums to solve from.")
+@click.option(
+    "--maps", "maps_path", type=click.Path(exists=True, path_type=Path), help="Maps to convert, in place of sums."
+)
 @click.option("--model", "folder", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2-135M]")
 @click.option("--split", default=20, show_default=True)
 @click.option("--features", default="stream", show_default=True, help="What the maps read.")
@@ -114,6 +121,7 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write everything to this file.")
 def main(
     sums_path: Path | None,
+    maps_path: Path | None,
     folder: Path | None,
     split: int,
     features: str,
@@ -137,17 +145,22 @@ def main(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     layout, names = decoder_layout(model), tuple(features.split(","))
-    if sums_path is not None:
-        sums = load_sums(model, tokenizer, sums_path)
+    if maps_path is not None:
+        given = RidgeMaps.load(maps_path)
+        given = replace(given, splits={split: given.at(split)}, default_split=split, gate=None)
+        named, names = {WHOLE[0]: given, CONVERTED: given.stored_as(torch.int8)}, given.at(split).features
     else:
-        texts = calibration_texts(5 * fit_tokens)
-        limits = {"max_tokens": fit_tokens, "window_tokens": fit_window}
-        sums = sum_texts(model, tokenizer, texts, (split,), features=names, **limits)
+        if sums_path is not None:
+            sums = load_sums(model, tokenizer, sums_path)
+        else:
+            texts = calibration_texts(5 * fit_tokens)
+            limits = {"max_tokens": fit_tokens, "window_tokens": fit_window}
+            sums = sum_texts(model, tokenizer, texts, (split,), features=names, **limits)
 
-    def fit(**storage: Any) -> RidgeMaps:
-        return fit_sums(model, tokenizer, sums, (split,), features=names, gains="none", **storage)
+        def fit(**storage: Any) -> RidgeMaps:
+            return fit_sums(model, tokenizer, sums, (split,), features=names, gains="none", **storage)
 
-    named = dict(stored_maps(fit, layout.hidden_size))
+        named = dict(stored_maps(fit, layout.hidden_size))
     first = next(iter(named))
     unseen_texts(named[first])
     scores: dict[str, list[Score]] = {name: [] for name in named}
@@ -166,16 +179,21 @@ def main(
             read_ms, dense_ms = load_times(path, split, layout)
             figures = {"bytes": path.stat().st_size, "read_ms": read_ms, "dense_ms": dense_ms}
             rows.append(summarise(name, scores[name], scores[first], **figures))
-    print_table(rows, f"split {split}, {' + '.join(names)}, no gains: changes are to {first}, paired [95%]")
+    print_table(rows, f"split {split}, {' + '.join(names)}: changes are to {first}, paired [95%]")
     click.echo(
         f"{folder.name}, {dtype}, N={tokens}, T={tail}, head={head}, {len(windows)} prompts, "
-        f"{sums.rows:,} calibration rows; loads are medians of {LOADS}, the file in the page cache"
+        f"{named[first].fit['rows']:,} calibration rows; loads are medians of {LOADS}, the file in the page cache"
     )
     click.echo(machine_line())
-    change = next(row["kl_change"] for row in rows if row["stored"] == "int8")
+    # Solved from sums where there are any, else converted.
+    change = next(row["kl_change"] for row in reversed(rows) if row["stored"] in ("int8", CONVERTED))
     if json_path is not None:
         settings = {"split": split, "features": names, "tokens": tokens, "tail": tail, "head": head, "dtype": dtype}
-        document = {"settings": {**settings, "calibration_rows": sums.rows}, "machine": machine(), "table": rows}
+        document = {
+            "settings": {**settings, "calibration_rows": named[first].fit["rows"]},
+            "machine": machine(),
+            "table": rows,
+        }
         json_path.write_text(json.dumps(document, indent=1) + "\n")
     if abs(change["estimate"]) > MOST_INT8_KL:
         raise SystemExit(f"int8 changes the mean KL by {change['estimate']:+.4f}; expected at most {MOST_INT8_KL}")

@@ -66,3 +66,13 @@ def test_every_way_of_storing_is_scored_beside_the_first(tmp_path: Path, monkeyp
         assert rows[name]["kl"]["estimate"] == pytest.approx(found[name], rel=1e-6)
     change = rows["int8, rank 4"]["kl_change"]["estimate"]
     assert change == pytest.approx(found["int8, rank 4"] - found["bfloat16"], rel=1e-4)
+
+    # A file and its conversion, with the file's own gains; here those of the fit's first row, which has none.
+    maps = fit_sums(model, tokenizer, sums, features=("stream",), gains="none")
+    maps.save(tmp_path / "maps.safetensors")
+    arguments = ["--maps", str(tmp_path / "maps.safetensors"), *arguments[2:], "--json", str(tmp_path / "file.json")]
+    assert CliRunner().invoke(bench.main, arguments, catch_exceptions=False).exit_code == 0
+    of_file = json.loads((tmp_path / "file.json").read_text())["table"]
+    assert [row["stored"] for row in of_file] == STORED[:2]
+    for row in of_file:
+        assert row["kl"] == rows[row["stored"]]["kl"]
