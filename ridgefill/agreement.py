@@ -12,6 +12,7 @@ from torch.nn.functional import cosine_similarity
 
 from ridgefill.features import Features, FeatureState, unit_rms
 from ridgefill.layout import input_norm, key_norm
+from ridgefill.matrices import dense
 
 if TYPE_CHECKING:
     from ridgefill.capture import BlockInputs, Window
@@ -178,7 +179,8 @@ def measure(
                         agreement = agreements.setdefault((split, number, layer), Agreement())
                         exact = target_rows(maps.target, inputs[layer][head:])
                         stream = inputs[split][head:].to(exact.device)
-                        weight, bias = layer_map.weight.to(exact.device).float(), layer_map.bias.to(exact.device)
+                        weight = dense(layer_map.weight, torch.float32, exact.device)
+                        bias = layer_map.bias.to(exact.device)
                         predicted = torch.addmm(bias, x.to(exact.device), weight)
                         agreement.add_inputs(predicted, exact, stream.float())
                         exact_pair, identity_pair = exact_pairs[layer], identity_pairs[layer]
@@ -205,8 +207,10 @@ def measure_scale(maps: RidgeMaps, windows: Sequence[Window], block_inputs: Bloc
                 for layer, layer_map in of_split.layers.items():
                     if layer_map.scale_basis is None or layer_map.scale_residual is None:
                         continue
-                    predicted = torch.addmm(layer_map.bias.to(x.device), x, layer_map.weight.to(x.device).float())
-                    energy = (predicted @ layer_map.scale_basis.to(x.device).float()).square().sum(-1)
+                    weight = dense(layer_map.weight, torch.float32, x.device)
+                    predicted = torch.addmm(layer_map.bias.to(x.device), x, weight)
+                    basis = dense(layer_map.scale_basis, torch.float32, x.device)
+                    energy = (predicted @ basis).square().sum(-1)
                     energy = energy + layer_map.scale_residual.to(x.device)
                     exact = predicted.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
                     errors.setdefault((split, layer), []).append(((exact / energy).sqrt() - 1).abs().cpu())

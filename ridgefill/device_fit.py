@@ -14,7 +14,8 @@ import torch
 
 from ridgefill.errors import FitError, KernelError
 from ridgefill.kernels import Launch, blocks, check_tensor, current_stream, rows_grid
-from ridgefill.moments import BLOCK_ROWS, CentredMoments, Moments, exact_float32_products
+from ridgefill.matrices import exact_float32_products
+from ridgefill.moments import BLOCK_ROWS, CentredMoments, Moments
 
 # Products of this many blocks meet in float32 before float64: each adds one rounding of a partial sum, and a float64
 # total is read and written once for all of them. (At one block, that takes twice as long as a bf16 product on an H200.)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ridgefill import reference
 from ridgefill.errors import KernelError
 from ridgefill.kernels import Launch, blocks, check_range, check_tensor, rows_grid
+from ridgefill.matrices import INT8_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _ROWS_PER_BLOCK = 4  # SYNTH_WARPS: one warp takes one row
 _MAX_HEAD_DIM = 512
-INT8_GROUP = 128  # inputs that share a scale (docs/map-format.md)
 # struct SynthLayer: 11 addresses, 7 64-bit and 5 32-bit integers, 4 floats, padding.
 _LAYER = struct.Struct("<11Q7q5i4f4x")
 

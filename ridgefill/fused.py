@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ridgefill.layout import key_norm
+from ridgefill.matrices import dense
 from ridgefill.residency import Copies, Dense, Held, Holding, Streamed, held_bytes
 from ridgefill.synth import ResidentMap, resident_gain
 from ridgefill.writers import key_rotation, probe_layers
@@ -213,7 +214,7 @@ def _fuse(layout: DecoderLayout, layer: int, layer_map: LayerMap) -> tuple[torch
 
     module: Any = layout.layers[layer]
     device = next(module.parameters()).device
-    weight, bias = layer_map.weight.to(device).float(), layer_map.bias.to(device).float()
+    weight, bias = dense(layer_map.weight, torch.float32, device), layer_map.bias.to(device).float()
     rows = torch.cat([weight, bias.unsqueeze(0)])  # the bias goes through the projections like one more row
     with torch.no_grad():
         # An RMS norm hands its gain over when it is given ones: rms(1 ... 1) = 1, but for eps.
@@ -223,7 +224,7 @@ def _fuse(layout: DecoderLayout, layer: int, layer_map: LayerMap) -> tuple[torch
         parts = [
             _project(module.self_attn.k_proj, gained),
             _project(module.self_attn.v_proj, gained),
-            rows @ layer_map.scale_basis.to(device).float(),
+            rows @ dense(layer_map.scale_basis, torch.float32, device),
         ]
     fused = torch.cat(parts, dim=1)
     return fused[:-1], fused[-1]
@@ -283,7 +284,7 @@ def _difference(
     layer_kwargs = {name: value for name, value in call.items() if name != "hidden_states"}
     rows, dtype, device = call["hidden_states"].shape[1], fused.bias.dtype, fused.bias.device
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, rows, len(layer_map.weight), generator=generator).to(device, dtype)
+    x = torch.randn(1, rows, layer_map.weight.shape[0], generator=generator).to(device, dtype)
     layer = fused.layers[layer_map.layer]
     two_step = ResidentMap.of(layer_map, device, dtype)
     with torch.no_grad():

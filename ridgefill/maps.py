@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ridgefill.errors import MapSchemaError
+from ridgefill.matrices import Factors, converted, file_tensors, from_file
 
 if TYPE_CHECKING:
     import torch
+
+    from ridgefill.matrices import Matrix
 
 CREDIT = (
     "RidgeFill method by Dylan Johnston and tcclaviger, doi:10.5281/zenodo.23179168; "
@@ -24,34 +27,45 @@ class LayerMap:
 
     Attributes:
         layer: the late layer whose block input is predicted.
-        weight: ``[n_in, hidden_size]``, bf16 in files, input-major.
+        weight: ``[n_in, hidden_size]``, input-major, kept as the file has it (`ridgefill.matrices.dense` makes it one
+            tensor): bf16 by default, int8 codes, or two factors.
         bias: ``[hidden_size]``, float32.
         metrics: held-out figures by name, a float or a list of floats (quantiles).
         key_gain: ``[num_key_value_heads]``, float32: what predicted keys are multiplied by (design 2.2); None: 1.
         value_gain: the same of values.
-        scale_basis: ``[hidden_size, rank]``, bf16 in files: the predictions' principal directions in the calibration
-            rows' metric, from which a fused map takes their length (design 2.1).
+        scale_basis: ``[hidden_size, rank]``, bf16, or int8 codes beside a weight of these: the predictions' principal
+            directions in the calibration rows' metric, from which a fused map takes their length (design 2.1).
         scale_residual: ``[1]``, float32: the predictions' mean energy outside the basis.
         state_correction: ``[heads, .., ..]`` like the layer's recurrent state, float32: what is added to it behind a
             bulk of predicted inputs (`ridgefill.states`).
     """
 
     layer: int
-    weight: torch.Tensor
+    weight: Matrix
     bias: torch.Tensor
     metrics: dict[str, float | list[float]] = field(default_factory=dict)
     key_gain: torch.Tensor | None = None
     value_gain: torch.Tensor | None = None
-    scale_basis: torch.Tensor | None = None
+    scale_basis: Matrix | None = None
     scale_residual: torch.Tensor | None = None
     state_correction: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors by their names in the file."""
-        optional = ("key_gain", "value_gain", "scale_basis", "scale_residual", "state_correction")
-        names = ("weight", "bias", *optional)
-        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        names = ("weight", "bias", "key_gain", "value_gain", "scale_basis", "scale_residual", "state_correction")
+        found = ((name, getattr(self, name)) for name in names)
+        parts = (file_tensors(name, matrix) for name, matrix in found if matrix is not None)
+        return {name: tensor for of_matrix in parts for name, tensor in of_matrix.items()}
+
+    def stored_as(self, dtype: torch.dtype) -> LayerMap:
+        """The same map with its matrices in another dtype: the weight in this one, the basis as `basis_dtype` says."""
+        basis = self.scale_basis
+        return replace(
+            self,
+            weight=converted(self.weight, dtype),
+            scale_basis=None if basis is None else converted(basis, basis_dtype(dtype)),
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,12 @@ class SplitMaps:
     target: str = "normalized"
     ridge_lambda: float = 1e-3
     choice: dict[str, Any] | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of its weights' factors; None where weights are whole."""
+        weights = (m.weight for m in self.layers.values())
+        return max((weight.rank for weight in weights if isinstance(weight, Factors)), default=None)
 
     def map_bytes(self) -> int:
         """Bytes of all tensors as they are held."""
@@ -104,7 +124,7 @@ class RidgeMaps:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> RidgeMaps:
-        """Read and validate a map file; tensors are views into one buffer, read once.
+        """Read and validate a map file; tensors are views into one buffer, read once, codes and factors as they are.
 
         Raises:
             MapFormatError: not a well-formed map container.
@@ -118,7 +138,7 @@ class RidgeMaps:
         map_file = _core.MapFile.open(path)
         schema = json.loads(map_file.schema())
         data = torch.from_numpy(map_file.read())
-        dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I8": torch.int8}
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for info in map_file.tensors:
             stem, _, part = info.name.rpartition(".")
@@ -131,7 +151,7 @@ class RidgeMaps:
             for item in entry["layers"]:
                 layer = int(item["layer"])
                 stem = f"split.{split}.layer.{layer}"
-                layers[layer] = LayerMap(layer, metrics=item["metrics"], **tensors[stem])
+                layers[layer] = LayerMap(layer, metrics=item["metrics"], **from_file(tensors[stem]))
             splits[split] = SplitMaps(
                 split,
                 layers,
@@ -150,6 +170,19 @@ class RidgeMaps:
             schema["credit"],
             schema["extra"],
         )
+
+    def stored_as(self, dtype: torch.dtype) -> RidgeMaps:
+        """The same maps with every matrix in this dtype: bfloat16, float16, float32 or int8.
+
+        Biases stay those of the fit. One that stores its maps so from the start (``fit(dtype=...)``) takes them against
+        the stored weights, so that the mean prediction is exact: it is the better way while its sums are there. The
+        gate's verdicts, of other weights, are left out.
+        """
+        splits = {
+            split: replace(of_split, layers={layer: m.stored_as(dtype) for layer, m in of_split.layers.items()})
+            for split, of_split in self.splits.items()
+        }
+        return replace(self, splits=splits, gate=None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file atomically: at any kill point ``path`` is the old file or the new one, whole.
@@ -178,6 +211,13 @@ class RidgeMaps:
         _core.write_map_file(path, tensors, metadata)
 
 
+def basis_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a scale basis beside weights of ``dtype`` is kept in: int8 beside int8, else bf16."""
+    import torch
+
+    return dtype if dtype == torch.int8 else torch.bfloat16
+
+
 def _split_entry(split_maps: SplitMaps) -> dict[str, Any]:
     entry = {
         "split": split_maps.split,
@@ -196,6 +236,6 @@ def _to_json(value: Any) -> str:
 def _to_bytes(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int], Any]:
     import torch
 
-    dtypes = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+    dtypes = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8"}
     flat = tensor.detach().cpu().contiguous().view(-1)
     return name, dtypes[tensor.dtype], list(tensor.shape), flat.view(torch.uint8).numpy()

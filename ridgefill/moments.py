@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ridgefill.errors import FitError
+from ridgefill.matrices import exact_float32_products
 
 # A float32 product sums at most this many rows before it meets a float64 total: the error stays below
 # gamma(1024) = 6.2e-5 of sqrt(sum x_i^2 * sum y_j^2) in the worst case, and about 2e-7 of it in practice.
@@ -222,17 +222,6 @@ class Moments:
             sxy=torch.addr(self._xy, dx, dy, alpha=-self.n),
             syy=self._yy - self.n * dy.square(),
         )
-
-
-@contextmanager
-def exact_float32_products() -> Iterator[None]:
-    """Float32 matmuls in float32, whatever precision the caller allowed (TF32 and bf16 lose 13 bits)."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def reference_moments(x: torch.Tensor, y: torch.Tensor) -> CentredMoments:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ridgefill.epilogue import INT8_GROUP, dequantise_launch
+from ridgefill.epilogue import dequantise_launch
+from ridgefill.matrices import dequantised, quantised
 from ridgefill.synth import laid_out
 
 if TYPE_CHECKING:
@@ -19,29 +20,6 @@ if TYPE_CHECKING:
 
 MAP_DTYPES = ("model", "int8")
 RESIDENCIES = ("device", "host")
-
-
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Int8 codes ``[n_in, n_out]`` and bf16 scales ``[ceil(n_in / 128), n_out]`` of a weight ``[n_in, n_out]``.
-
-    A scale is absmax / 127 of 128 inputs of a column (fewer in the last group), rounded to bf16; codes are rounded
-    against the rounded scale, so that ``codes * scales`` is off by half a scale at most, but for an absmax whose scale
-    was rounded down (design section 5).
-    """
-    import torch
-
-    n_in, n_out = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, 0, 0, -n_in % INT8_GROUP))
-    groups = padded.reshape(-1, INT8_GROUP, n_out)
-    scales = (groups.abs().amax(1) / 127).to(torch.bfloat16).contiguous()
-    divisors = scales.float().masked_fill(scales == 0, 1).unsqueeze(1)
-    codes = (groups / divisors).round().clamp(-127, 127).to(torch.int8)
-    return codes.reshape(-1, n_out)[:n_in].contiguous(), scales
-
-
-def dequantised(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight ``codes * scales`` ``[n_in, n_out]``, rounded once: what the kernel of the same name gives."""
-    return (codes.float() * scales.float().repeat_interleave(INT8_GROUP, 0)[: len(codes)]).to(dtype)
 
 
 @dataclass(frozen=True)

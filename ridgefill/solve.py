@@ -21,6 +21,7 @@ from ridgefill.features import STREAM, Features
 from ridgefill.kernels import choose_backend
 from ridgefill.layout import DecoderLayout, decoder_layout, fingerprint
 from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
+from ridgefill.matrices import Factors, dense, stored
 from ridgefill.moments import CentredMoments, Moments
 from ridgefill.sample import MakeMoments, Pass, Sample, process_number
 from ridgefill.state_fit import state_errors
@@ -28,12 +29,16 @@ from ridgefill.state_fit import state_errors
 if TYPE_CHECKING:
     from torch import nn
 
+    from ridgefill.matrices import Matrix
+
 # phase ("capture", "solve", "held-out", "choose"), done, total: tokens, splits, windows; total is None while unknown
 Progress = Callable[[str, int, int | None], None]
 
 # What ``features="auto"`` chooses from, cheapest first. Means and more rows before were not worth their cost (2.4).
 FEATURE_SETS = (STREAM, Features(("stream", "previous:1")))
 GAINS = ("none", "norm", "lsq")
+# Shares of the width: what ``rank="auto"`` chooses from. Above half of it, factors of a stream's maps save nothing.
+RANK_SHARES = (1 / 8, 1 / 4, 3 / 8)
 LAMBDA_GRID = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 # About 100 rows per input column are enough (design section 2); below 20 the map fits its rows more than the model.
 _FEW_ROWS_PER_COLUMN = 20
@@ -59,6 +64,7 @@ def fit(
     features: Sequence[str] | str = "auto",
     gains: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
+    rank: int | str | None = None,
     backend: str = "auto",
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_rows: int = CHECKPOINT_ROWS,
@@ -89,7 +95,12 @@ def fit(
         gains: one factor for each kv head of predicted keys and values (design section 2.2): ``"norm"`` gives them the
             exact ones' mean norm, ``"lsq"`` the least squared error, ``"none"`` leaves them; ``"auto"`` chooses for
             keys and for values, by held-out KL.
-        dtype: of the stored weights; held-out figures are read with the weights as stored.
+        dtype: of the stored weights, bfloat16, float16, float32 or int8 (a scale for 128 inputs of a column); held-out
+            figures are read, biases and all else taken, with the weights as stored.
+        rank: stores weights as two factors of this rank, ``W V`` and ``V^T``, where that takes fewer bytes: V holds the
+            principal directions of the predictions over the fitted rows, so that no weight of that rank predicts these
+            closer to W's own. ``"auto"``: for each split the smallest of ``RANK_SHARES`` of the width for which the KL
+            of held-out prompts certainly rises by less than ``tune.MOST_RANK_KL``, or none. None: whole weights.
         backend: what sums the rows and solves the systems: ``torch``, or kernels and CUDA libraries (``cuda``: an
             NVIDIA GPU and CuPy), which round centred rows of a 16-bit model to bfloat16 once more; ``auto`` takes
             these where they can run, and `fit_backend` says why. Either way maps are the exact solution of sums within
@@ -116,6 +127,7 @@ def fit(
         "features": features,
         "gains": gains,
         "dtype": dtype,
+        "rank": rank,
     }
     check_solution(model, splits, **solution)
     sample = sum_texts(
@@ -235,6 +247,7 @@ def fit_sums(
     features: Sequence[str] | str = "auto",
     gains: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
+    rank: int | str | None = None,
     backend: str = "auto",
     progress: Progress | None = None,
 ) -> RidgeMaps:
@@ -266,6 +279,7 @@ def fit_sums(
         features=features,
         gains=gains,
         dtype=dtype,
+        rank=rank,
     )
     sets = tuple(read for read in FEATURE_SETS if set(read.names) <= summed)
     if features != "auto":
@@ -279,7 +293,8 @@ def fit_sums(
     candidates: dict[int, list[SplitMaps]] = {}
     for done, split in enumerate(splits):
         report("solve", done, len(splits))
-        candidates[split] = [_solve_split(layout, split, sample, read, ridge_lambda, dtype) for read in sets]
+        of_sets = (_solve_split(layout, split, sample, read, ridge_lambda, dtype, rank) for read in sets)
+        candidates[split] = [maps for of_set in of_sets for maps in of_set]
     report("solve", len(splits), len(splits))
     with BlockInputs(layout, {layer for split in splits for layer in range(split, layout.num_layers)}) as block_inputs:
         agreements, held_out_rows = measure(
@@ -459,22 +474,30 @@ class ScaleSpectrum:
     energies: torch.Tensor
     total: float
 
-    def basis(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first directions ``[d, rank]``, bf16, and the mean energy outside them, ``[1]`` float32."""
+    def basis(self, rank: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Matrix, torch.Tensor]:
+        """The first directions ``[d, rank]``, as stored in ``dtype``, and the mean energy outside, ``[1]`` float32."""
         rank = min(rank, self.directions.shape[1])
         outside = max(0.0, self.total - float(self.energies[:rank].sum()))
-        return self.directions[:, :rank].to(torch.bfloat16).contiguous().cpu(), torch.tensor([outside])
+        return stored(self.directions[:, :rank], dtype), torch.tensor([outside])
 
 
 def scale_spectrum(layer_map: LayerMap, moments: CentredMoments, rank: int = _SPECTRUM_RANK) -> ScaleSpectrum:
     """The principal directions of a map's predictions ``p = x W + b`` over the rows of ``moments``.
 
-    Eigenvectors of ``E[p p^T] = W^T (Sxx / n) W + E[p] E[p]^T``, the largest ``rank`` of them, by subspace iteration
-    with as many spare directions as these converge by (all of them where d is small: then they are exact).
+    Eigenvectors of ``E[p p^T] = W^T (Sxx / n) W + E[p] E[p]^T``, the largest ``rank`` of them.
     """
-    weight = layer_map.weight.to(moments.sxx.device).double()
+    weight = dense(layer_map.weight, torch.float32, moments.sxx.device).double()
     mean = moments.x_mean @ weight + layer_map.bias.to(weight)
     second = torch.addr(weight.T @ (moments.sxx / moments.n) @ weight, mean, mean)  # [d, d]
+    return ScaleSpectrum(*_principal(second, rank), float(second.diagonal().sum()))
+
+
+def _principal(second: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The principal directions ``[d, rank]`` of second moments ``[d, d]`` and their energies, the largest first.
+
+    By subspace iteration with as many spare directions as these converge by (all of them where d is small: then they
+    are exact).
+    """
     d = len(second)
     generator = torch.Generator().manual_seed(0)
     found = torch.randn(d, min(d, rank + _SPARE_DIRECTIONS), generator=generator, dtype=torch.float64).to(second)
@@ -482,7 +505,7 @@ def scale_spectrum(layer_map: LayerMap, moments: CentredMoments, rank: int = _SP
         found, _ = torch.linalg.qr(second @ found)
     energies, rotation = torch.linalg.eigh(found.T @ second @ found)  # ascending
     order = torch.arange(len(energies) - 1, max(-1, len(energies) - 1 - rank), -1, device=energies.device)
-    return ScaleSpectrum(found @ rotation[:, order], energies[order].clamp_min(0), float(second.diagonal().sum()))
+    return found @ rotation[:, order], energies[order].clamp_min(0)
 
 
 def _zero_moments(layout: DecoderLayout, backend: str) -> MakeMoments:
@@ -528,8 +551,13 @@ def _solve_split(
     features: Features,
     ridge_lambda: float | str,
     dtype: torch.dtype,
-) -> SplitMaps:
-    """Solve one split's maps, one factor for all late layers, and round them to the stored dtype."""
+    rank: int | str | None,
+) -> list[SplitMaps]:
+    """Solve one split's maps, one Cholesky factor for all late layers, and bring them into the form that is stored.
+
+    Returns:
+        The maps; with rank ``"auto"`` those of each smaller rank behind them, the smallest first.
+    """
     late, width = range(split + 1, layout.num_layers), layout.hidden_size
     fitted = _system(sample, sample.sums[split], features.names)
     if isinstance(ridge_lambda, str):
@@ -539,17 +567,42 @@ def _solve_split(
             raise FitError("lambda 'auto' needs held-out windows, and the texts gave none; add text or name a lambda")
         held_out = _system(sample, sample.held_out_sums[split], features.names)
         ridge_lambda = choose_lambda(fitted, held_out, width) if late else LAMBDA_GRID[0]
-    layers = {}
     if late:
         fitted.factor(ridge_lambda)
+    ranks = _useful_ranks(rank, features.width(width), width)
+    sxx = fitted.inputs().sxx if any(ranks) else None
+    of_ranks: list[dict[int, LayerMap]] = [{} for _ in ranks]
     for slot, layer in enumerate(late):
-        weight = fitted.solve(slot * width, width).to(dtype)  # [n_in, d]
-        # Against the rounded weight: the mean prediction stays exact where outlier dimensions have large means.
-        bias = _bias(fitted, weight, slot * width)
-        if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(bias).all())):
-            raise FitError(f"split {split}: maps are not finite in {dtype}; store them in bfloat16 or float32")
-        layers[layer] = LayerMap(layer, weight.contiguous().cpu(), bias.float().contiguous().cpu())
-    return SplitMaps(split, layers, features.names, _target(layout, late), float(ridge_lambda))
+        solution = fitted.solve(slot * width, width)  # [n_in, d]
+        directions = None
+        if sxx is not None:
+            directions, _ = _principal(solution.T @ sxx @ solution, max(r or 0 for r in ranks))
+        for r, layers in zip(ranks, of_ranks, strict=True):
+            weight: Matrix
+            if r is None or directions is None:
+                weight = stored(solution, dtype)
+            else:
+                weight = Factors(stored(solution @ directions[:, :r], dtype), stored(directions[:, :r].T, dtype))
+            # Against the stored weight: the mean prediction stays exact where outlier dimensions have large means.
+            as_stored = dense(weight, torch.float32, solution.device)
+            bias = _bias(fitted, as_stored, slot * width)
+            if not (bool(torch.isfinite(as_stored).all()) and bool(torch.isfinite(bias).all())):
+                raise FitError(f"split {split}: maps are not finite in {dtype}; store them in bfloat16 or float32")
+            layers[layer] = LayerMap(layer, weight, bias.float().contiguous().cpu())
+    target = _target(layout, late)
+    return [SplitMaps(split, layers, features.names, target, float(ridge_lambda)) for layers in of_ranks]
+
+
+def _useful_ranks(rank: int | str | None, n_in: int, n_out: int) -> list[int | None]:
+    """The ranks of weights to make; None: whole ones, also in place of a rank that would take no fewer bytes."""
+
+    def saves(r: int) -> bool:
+        return r * (n_in + n_out) < n_in * n_out
+
+    if isinstance(rank, int):
+        return [rank if saves(rank) else None]
+    shares = RANK_SHARES if rank == "auto" else ()
+    return [None, *(r for r in (round(share * n_out) for share in shares) if r >= 1 and saves(r))]
 
 
 def _given_features(names: Sequence[str] | str) -> Features:
@@ -602,6 +655,7 @@ def check_solution(
     features: Sequence[str] | str,
     gains: str,
     dtype: torch.dtype = torch.bfloat16,
+    rank: int | str | None = None,
 ) -> None:
     """Refuse what `fit_sums` would refuse of its arguments, before a long pass over texts.
 
@@ -620,10 +674,14 @@ def check_solution(
         raise FitError(f"gains {gains!r}: expected one of {', '.join(GAINS)} and auto")
     from ridgefill.attachment import is_attached  # choosing attaches maps
 
-    if "auto" in (features, gains) and is_attached(model):
-        raise FitError("the model has maps attached, and choosing features or gains attaches others; detach() first")
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise FitError(f"dtype {dtype}: a map file holds bfloat16, float16 or float32")
+    if "auto" in (features, gains, rank) and is_attached(model):
+        raise FitError(
+            "the model has maps attached, and choosing features, gains or ranks attaches others; detach() first"
+        )
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.int8):
+        raise FitError(f"dtype {dtype}: a map file holds bfloat16, float16, float32 or int8")
+    if rank not in (None, "auto") and not (isinstance(rank, int) and rank >= 1):
+        raise FitError(f"rank {rank!r}: expected None, 'auto' or a number >= 1")
 
 
 def _check_rows(rows: int, n_in: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ridgefill.matrices import dense
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,7 +34,7 @@ class ResidentMap:
     def of(layer_map: LayerMap, device: torch.device, dtype: torch.dtype) -> ResidentMap:
         """A map moved to this device and dtype."""
         return ResidentMap(
-            laid_out(layer_map.weight.to(device, dtype)),
+            laid_out(dense(layer_map.weight, dtype, device)),
             layer_map.bias.to(device, dtype),
             resident_gain(layer_map.key_gain, device, dtype),
             resident_gain(layer_map.value_gain, device, dtype),

@@ -1,4 +1,4 @@
-"""Features and gains, chosen by how far held-out prompts move; each is kept only where its effect is certain."""
+"""Features, ranks and gains, chosen by how far held-out prompts move; each is kept only where its effect is certain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ridgefill.evaluate.quality import BulkPrefill, Score, prefill_logits
 from ridgefill.evaluate.stats import mean_interval
-from ridgefill.maps import RidgeMaps, SplitMaps
+from ridgefill.maps import RidgeMaps, SplitMaps, basis_dtype
 from ridgefill.state_fit import LEAST_CHUNK_ENDS, StateErrors, corrections
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ _EVERY = slice(None)
 SCALE_RANKS = (64, 128, 256)
 DEFAULT_RANK = 128
 MOST_FUSED_DNLL = 1e-3
+# How far a smaller rank may raise the KL to stock, in nats a token: the upper end of the change's interval.
+MOST_RANK_KL = 1e-3
 
 
 def choose(
@@ -50,9 +52,10 @@ def choose(
 ) -> RidgeMaps:
     """Return ``maps`` with each split's best candidate, gains, state corrections, and its fused form's scale basis.
 
-    For each split, in this order: a candidate with more features replaces the one before it, key gains are applied,
-    value gains are applied, recurrent states are corrected; each step only if the 95% interval of the change in KL to
-    stock, paired by held-out prompt, lies below 0. (Half of the prompts are scored with corrections from the other
+    For each split, in this order: a candidate with more features replaces the one before it, the smallest rank is taken
+    that is good enough, key gains are applied, value gains are applied, recurrent states are corrected; each step only
+    if the 95% interval of the change in KL to stock, paired by held-out prompt, lies below 0, and a rank if it lies
+    below ``MOST_RANK_KL``. (Half of the prompts are scored with corrections from the other
     half, and the file gets those from all.) Then the smallest rank of ``SCALE_RANKS`` is taken whose fused form moves
     the loss by less than ``MOST_FUSED_DNLL``. The figures go into the split's ``choice``. With too few held-out
     prompts, nothing is chosen: the first candidate, no gains where they are ``auto``, no corrections,
@@ -60,7 +63,8 @@ def choose(
 
     Args:
         maps: what all candidates share; its splits are replaced.
-        candidates: by split, maps over more and more features.
+        candidates: by split, maps over more and more features, each with those of smaller ranks behind it, if there are
+            any, the smallest first.
         agreements: their held-out comparison, from which gains are computed.
         windows: held-out prompts.
         head: exact first rows.
@@ -124,11 +128,21 @@ class _Choice:
         best = with_gains(of_split[0], agreements, (self._split, 0), **kept)
         best_scores = self._scores(best)
         self._note(" + ".join(best.features), best_scores)
-        for other, candidate in enumerate(of_split[1:], start=1):
-            trial = with_gains(candidate, agreements, (self._split, other), **kept)
+        # Of the candidates over the same features the first has whole weights, the others smaller ranks.
+        by_features: dict[tuple[str, ...], list[int]] = {}
+        for other, candidate in enumerate(of_split):
+            by_features.setdefault(candidate.features, []).append(other)
+        for other, *_ in list(by_features.values())[1:]:
+            trial = with_gains(of_split[other], agreements, (self._split, other), **kept)
             scores = self._scores(trial)
             if self._note(" + ".join(trial.features), scores, best_scores):
                 number, best, best_scores = other, trial, scores
+        for other in by_features[best.features][1:]:
+            trial = with_gains(of_split[other], agreements, (self._split, other), **kept)
+            scores = self._scores(trial)
+            if self._note(f"rank {trial.rank}", scores, best_scores, most=MOST_RANK_KL):
+                number, best, best_scores = other, trial, scores
+                break
         for component in ("key", "value") if gains == "auto" else ():
             trials = {}
             for kind in ("norm", "lsq"):
@@ -177,14 +191,20 @@ class _Choice:
         return [bulk.score(loaded, logits) for bulk, logits in pairs]
 
     def _note(
-        self, tried: str, scores: Sequence[Score], best: Sequence[Score] | None = None, *, eligible: bool = True
+        self,
+        tried: str,
+        scores: Sequence[Score],
+        best: Sequence[Score] | None = None,
+        *,
+        eligible: bool = True,
+        most: float = 0.0,
     ) -> bool:
-        """Note one step, and whether it is kept: the paired 95% interval of its change must lie below 0."""
+        """Note one step, and whether it is kept: the paired 95% interval of its change must lie below ``most``."""
         step: dict[str, Any] = {"tried": tried, "kl": round(_mean(s.kl for s in scores), 6), "kept": best is None}
         if best is not None:
             change = mean_interval([new.kl - old.kl for new, old in zip(scores, best, strict=True)])
             step["change"] = [round(value, 6) for value in (change.estimate, change.low, change.high)]
-            step["kept"] = eligible and change.high < 0
+            step["kept"] = eligible and change.high < most
         self._steps.append(step)
         return bool(step["kept"])
 
@@ -214,7 +234,7 @@ def with_scale(maps: SplitMaps, spectra: Spectra, rank: int) -> SplitMaps:
     """Return maps with a scale basis of this rank, at most the width, for each layer that has a spectrum."""
     layers = dict(maps.layers)
     for layer, spectrum in spectra.items():
-        basis, residual = spectrum.basis(rank)
+        basis, residual = spectrum.basis(rank, basis_dtype(maps.layers[layer].weight.dtype))
         layers[layer] = replace(maps.layers[layer], scale_basis=basis, scale_residual=residual)
     return replace(maps, layers=layers)
 

@@ -18,9 +18,10 @@ from ridgefill import reference
 from ridgefill.device_fit import DeviceMoments, RidgeSystem, error_bound
 from ridgefill.epilogue import EpilogueLayer, Place, dequantise_launch, synth_launch
 from ridgefill.layout import cache_argument_name
+from ridgefill.matrices import dequantised, quantised
 from ridgefill.moments import Moments, reference_moments
 from ridgefill.paged import write_slots
-from ridgefill.residency import Int8, dequantised, quantised
+from ridgefill.residency import Int8
 from ridgefill.solve import fit, solve_ridge
 
 CUDA = torch.device("cuda", 0)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,35 @@ def test_inspect_shows_the_file(folder: Path) -> None:
     assert f"{figures['key_cosine']:.4f}" in result.stdout
 
 
+def test_fit_and_convert_store_maps_as_asked(folder: Path, tmp_path: Path) -> None:
+    out, small = tmp_path / "maps.safetensors", tmp_path / "small.safetensors"
+    arguments = ("fit", folder / "model", "--text", folder / "text", "--split", "1,2", "-o", out, *_SMALL)
+    result = _run(*arguments, "--map-dtype", "int8", "--rank", "6", "--features", "stream")
+    assert result.exit_code == 0, result.output
+    assert "split 2, the default: stream -> normalized input, lambda 0.001, I8, rank 6" in result.stdout
+    assert [maps.rank for maps in RidgeMaps.load(out).splits.values()] == [6, 6]
+    assert json.loads(_run("inspect", out, "--json").stdout)["stored"] == {"1": "I8, rank 6", "2": "I8, rank 6"}
+
+    given = RidgeMaps.load(folder / "maps.safetensors")
+    replace(given, gate={"verdicts": []}).save(out)
+    for map_dtype, word in (("int8", "I8"), ("float32", "F32")):
+        result = _run("convert", out, "--map-dtype", map_dtype, "-o", small)
+        assert result.exit_code == 0, result.output
+        sizes = [f"{path}: {path.stat().st_size / 1e6:.1f} MB" for path in (small, out)]
+        assert result.stdout == f"{sizes[0]}; {sizes[1]}\n"
+        assert "holds no verdicts of the gate" in result.stderr
+        found = RidgeMaps.load(small)
+        assert found.gate is None
+        for split, maps in given.stored_as(getattr(torch, map_dtype)).splits.items():
+            for layer, layer_map in maps.layers.items():
+                tensors = found.splits[split].layers[layer].tensors
+                assert all(torch.equal(tensors[name], tensor) for name, tensor in layer_map.tensors.items())
+        stored = json.loads(_run("inspect", small, "--json").stdout)["stored"]
+        assert stored == {"1": word, "2": word}
+    _run("convert", small, "--map-dtype", "bfloat16", "-o", small)  # onto itself, without a gate
+    assert _run("convert", small, "--map-dtype", "bfloat16", "-o", small).stderr == ""
+
+
 def test_help_and_inspect_load_no_torch(folder: Path) -> None:
     code = (
         "import sys\n"
@@ -168,6 +198,9 @@ _FIT = ("--text", "{text}", "--split", "2", "-o", "{out}", *_SMALL)
         ),
         (("fit", "{model}", *_FIT, "--device", "cpu", "--backend", "cuda"), "backend 'cuda' cannot run: the model is"),
         (("inspect", "{root}/nothing"), "No such file"),
+        (("convert", "{root}/nothing", "--map-dtype", "int8", "-o", "{out}"), "No such file"),
+        (("convert", "{text}/a.txt", "--map-dtype", "int8", "-o", "{root}/no/m"), "does not exist"),
+        (("fit", "{model}", *_FIT, "--rank", "0"), "rank 0: expected None, 'auto' or a number >= 1"),
         (("inspect", "{text}/a.txt"), "a.txt"),
     ],
 )
@@ -209,6 +242,8 @@ def test_an_unexpected_error_names_its_kind(folder: Path, monkeypatch: pytest.Mo
         ("fit", "model", "--text", "t", "--split", "a,b", "-o", "m"),
         ("fit", "model", "--text", "t", "--split", "2", "--lambda", "much", "-o", "m"),
         ("fit", "model", "--text", "t", "--split", "2", "--tokens", "many", "-o", "m"),
+        ("fit", "model", "--text", "t", "--split", "2", "--rank", "low", "-o", "m"),
+        ("convert", "maps.safetensors", "-o", "m"),
         ("inspect",),
         ("nonsense",),
     ],

@@ -23,6 +23,7 @@ from ridgefill.features import Features
 from ridgefill.kernels import Launch
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import SplitMaps
+from ridgefill.matrices import dense
 from ridgefill.moments import ERROR_BOUND, Moments, reference_moments
 from ridgefill.solve import fit, fit_backend, solve_ridge, squared_error
 
@@ -375,6 +376,20 @@ def test_a_fit_by_kernels_chooses_lambda_and_features_as_the_plain_one_does(as_i
     for layer, layer_map in plain.layers.items():
         torch.testing.assert_close(ours.layers[layer].weight, layer_map.weight, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(ours.layers[layer].scale_residual, layer_map.scale_residual, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "rank", "most"), [(torch.float32, 6, 1e-3), (torch.int8, None, 0.02)], ids=str)
+def test_a_fit_by_kernels_stores_factors_and_codes_as_the_plain_one_does(
+    dtype: torch.dtype, rank: int | None, most: float, as_if_on_a_device: None
+) -> None:
+    model: Any = tiny_model("llama", hidden_size=D)
+    plain, ours = (fitted(model, (3,), backend, dtype=dtype, rank=rank)[3] for backend in ("torch", "cuda"))
+    assert ours.rank == plain.rank == rank
+    for layer, layer_map in plain.layers.items():
+        assert ours.layers[layer].tensors.keys() == layer_map.tensors.keys()
+        expected, found = (dense(m.weight, torch.float32) for m in (layer_map, ours.layers[layer]))
+        assert float((found - expected).norm() / expected.norm()) < most  # a code may round the other way
+        torch.testing.assert_close(ours.layers[layer].bias, layer_map.bias, rtol=0, atol=most)
 
 
 def test_a_fit_takes_what_it_says(as_if_on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:

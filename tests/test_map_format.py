@@ -700,7 +700,7 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
         "[more than 8, 4]",
     ),
     "another hidden size": ("tensor_shape", {"model": model_json(hidden_size=8)}, "[16, 8]"),
-    "weights in I8": ("tensor_dtype", {"weight": "I8"}, "BF16, F16 or F32"),
+    "weights in U8": ("tensor_dtype", {"weight": "U8"}, "BF16, F16, F32 or I8"),
     "biases in F16": ("tensor_dtype", {"bias": "F16"}, "expected F32"),
     "a choice that is a list": ("splits", {"splits": splits_json(choice=[])}, "expected an object"),
     "gains for other heads": ("tensor_shape", {"more": ("2.layer.3.key_gain", "F32", [2])}, "[1]"),
@@ -739,13 +739,114 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+# The same for one layer's weight (hidden size 4, the stream alone), stored as codes or as factors.
+CODES = ("weight", "I8", [4, 4])
+FACTORS = (("weight_in", "BF16", [4, 2]), ("weight_out", "BF16", [2, 4]))
+STORED: dict[str, tuple[str, list[tuple[str, str, list[int]]], str]] = {
+    "codes without scales": ("missing_tensor", [CODES], 'tensor "split.2.layer.3.weight_scales": is missing'),
+    "scales in F32": ("tensor_dtype", [CODES, ("weight_scales", "F32", [1, 4])], "has dtype F32; expected BF16"),
+    "too many groups": (
+        "tensor_shape",
+        [CODES, ("weight_scales", "BF16", [2, 4])],
+        'weight_scales": has shape [2, 4]; expected [1, 4]',
+    ),
+    "no group": ("tensor_shape", [CODES, ("weight_scales", "BF16", [0, 4])], "expected [1, 4]"),
+    "scales of other columns": ("tensor_shape", [CODES, ("weight_scales", "BF16", [1, 3])], "expected [1, 4]"),
+    "scales without an axis": ("tensor_shape", [CODES, ("weight_scales", "BF16", [4])], "expected [1, 4]"),
+    "scales of a weight that is no codes": (
+        "unexpected_tensor",
+        [("weight", "BF16", [4, 4]), ("weight_scales", "BF16", [1, 4])],
+        "weight_scales",
+    ),
+    "codes of another width": ("tensor_shape", [("weight", "I8", [4, 5])], "expected [4, 4]"),
+    "a basis of codes without scales": (
+        "missing_tensor",
+        [("weight", "BF16", [4, 4]), ("scale_basis", "I8", [4, 2]), ("scale_residual", "F32", [1])],
+        'tensor "split.2.layer.3.scale_basis_scales": is missing',
+    ),
+    "a basis with the scales of another rank": (
+        "tensor_shape",
+        [("weight", "BF16", [4, 4]), ("scale_basis", "I8", [4, 2]), ("scale_basis_scales", "BF16", [1, 3])],
+        "expected [1, 2]",
+    ),
+    "scales without a basis": (
+        "unexpected_tensor",
+        [("weight", "BF16", [4, 4]), ("scale_basis_scales", "BF16", [1, 2])],
+        "scale_basis_scales",
+    ),
+    "one factor": ("missing_tensor", [FACTORS[0]], 'tensor "split.2.layer.3.weight_out": is missing'),
+    "the other factor": ("missing_tensor", [FACTORS[1]], 'tensor "split.2.layer.3.weight": is missing'),
+    "factors beside a weight": ("unexpected_tensor", [*FACTORS, ("weight", "BF16", [4, 4])], '.weight": has no place'),
+    "factors of two ranks": ("tensor_shape", [FACTORS[0], ("weight_out", "BF16", [3, 4])], "expected [2, 4]"),
+    "a rank of 0": (
+        "tensor_shape",
+        [("weight_in", "BF16", [4, 0]), ("weight_out", "BF16", [0, 4])],
+        "expected [4, rank], rank 1 to 4",
+    ),
+    "a rank above the width": ("tensor_shape", [("weight_in", "BF16", [4, 5])], "expected [4, rank], rank 1 to 4"),
+    "a factor for other features": ("tensor_shape", [("weight_in", "BF16", [8, 2])], "expected [4, rank]"),
+    "a factor in I32": ("tensor_dtype", [("weight_in", "I32", [4, 2])], "BF16, F16, F32 or I8"),
+    "a factor of codes without scales": (
+        "missing_tensor",
+        [("weight_in", "I8", [4, 2]), ("weight_out", "I8", [2, 4]), ("weight_in_scales", "BF16", [1, 2])],
+        'tensor "split.2.layer.3.weight_out_scales": is missing',
+    ),
+}
+SCHEMAS |= {f"stored: {name}": (kind, {"stored": parts}, words) for name, (kind, parts, words) in STORED.items()}
+
+
+def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "maps.safetensors"
+    tensors = stored_tensors("codes")
+    _core.write_map_file(path, tensors, good_metadata())
+    file = _core.MapFile.open(path)
+    file.schema()
+    at = next(info.start for info in file.tensors if info.name == "split.2.layer.3.weight_scales")
+    content = bytearray(path.read_bytes())
+    start = len(content) - file.data_bytes + at
+    content[start + 4 : start + 6] = b"\x80\x7f"  # the third scale: infinity
+    path.write_bytes(content)
+    file = _core.MapFile.open(path)
+    file.schema()
+    with pytest.raises(MapFormatError, match="BF16 element 2 is NaN or infinite") as caught:
+        file.read()
+    check_message(caught.value, path, "non_finite")
+    assert caught.value.tensor == "split.2.layer.3.weight_scales"
+
+
+def stored_tensors(form: str) -> list[tuple[str, str, list[int], np.ndarray]]:
+    """The tensors of a valid file whose last layer's matrices are codes or factors of codes."""
+    tensors = [one for one in good_tensors() if one[0] != "split.2.layer.3.weight"]
+    shapes = {"weight": [4, 4]} if form == "codes" else {"weight_in": [4, 3], "weight_out": [3, 4]}
+    for part, shape in {**shapes, "scale_basis": [4, 2]}.items():
+        codes = np.arange(int(np.prod(shape)), dtype=np.int8) - 5
+        scales = np.full(2 * shape[1], 0x3C, np.uint8)
+        tensors.append((f"split.2.layer.3.{part}", "I8", shape, codes.view(np.uint8)))
+        tensors.append((f"split.2.layer.3.{part}_scales", "BF16", [1, shape[1]], scales))
+    return [*tensors, ("split.2.layer.3.scale_residual", "F32", [1], np.full(4, 0x31, np.uint8))]
+
+
+@pytest.mark.parametrize("form", ["codes", "factors"])
+def test_codes_and_factors_are_read_as_they_were_written_by_both(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "maps.safetensors"
+    _core.write_map_file(path, stored_tensors(form), good_metadata())
+    document = json.loads(_core.MapFile.open(path).schema())
+    assert document["splits"] == SPLITS
+    assert accepted_alike(path.read_bytes(), path)
+    names = {info.name for info in _core.MapFile.open(path).tensors}
+    assert ("split.2.layer.3.weight_out_scales" in names) == (form == "factors")
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_malformed_schema(tmp_path: Path, name: str) -> None:
     kind, changes, words = SCHEMAS[name]
     changes = dict(changes)
     dtypes = {"weight": changes.pop("weight", "BF16"), "bias": changes.pop("bias", "F32")}
-    sizes = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1}
+    sizes = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I8": 1, "U8": 1}
     named = [(name, dtypes[name.rsplit(".", 1)[1]], shape) for name, _, shape, _ in good_tensors()]
+    if stored := changes.pop("stored", None):  # the weight of one layer, otherwise than good_tensors has it
+        named = [one for one in named if one[0] != "split.2.layer.3.weight"]
+        named += [(f"split.2.layer.3.{part}", dtype, shape) for part, dtype, shape in stored]
     if more := changes.pop("more", None):
         named.append((f"split.{more[0]}", more[1], more[2]))
     tensors = [

@@ -1,4 +1,4 @@
-"""`ridgefill fit`, `moments`, `gate`, `lm-eval`, `inspect`, `bench`, `demo`. Results to stdout, all else to stderr."""
+"""`ridgefill fit`, `moments`, `convert`, `gate`, `lm-eval`, `inspect`, `bench`, `demo`. Results go to stdout alone."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 # A CPU without instructions for bfloat16 multiplies it at a fifth of float32's rate or less.
 _SLOW_BFLOAT16 = 0.5
+_MAP_DTYPES = ("bfloat16", "float16", "float32", "int8")
 # About 100 rows per input column are enough (design section 2); a sixteenth of the windows is held out.
 _TOKENS_PER_COLUMN = 128
 _FIGURES = (
@@ -120,6 +121,13 @@ def _parse_lambda(_: click.Context, __: click.Parameter, value: str) -> float | 
         return value if value == "auto" else float(value)
     except ValueError:
         raise click.BadParameter(f"{value!r} is neither a number nor auto") from None
+
+
+def _parse_rank(_: click.Context, __: click.Parameter, value: str | None) -> int | str | None:
+    try:
+        return value if value in (None, "auto") else int(str(value))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a rank nor auto") from None
 
 
 def _parse_features(_: click.Context, __: click.Parameter, value: str) -> str | tuple[str, ...]:
@@ -228,6 +236,20 @@ def _parse_tokens(_: click.Context, __: click.Parameter, value: str | None) -> i
     help="One factor per kv head of predicted keys and values; auto keeps those that held-out prompts gain by.",
 )
 @click.option(
+    "--map-dtype",
+    type=click.Choice(_MAP_DTYPES),
+    default="bfloat16",
+    show_default=True,
+    help="What the maps are stored in; int8 has a scale for 128 inputs of a column, half of bfloat16's bytes.",
+)
+@click.option(
+    "--rank",
+    metavar="R|auto",
+    callback=_parse_rank,
+    help="Store maps as two factors of this rank, where that is less; auto takes the smallest with which held-out "
+    "prompts lose nothing that matters.  [default: whole maps]",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
     default="auto",
@@ -264,6 +286,8 @@ def fit(
     ridge_lambda: float | str,
     features: str | tuple[str, ...],
     gains: str,
+    map_dtype: str,
+    rank: int | str | None,
     dtype: str,
     device: str,
     backend: str,
@@ -320,6 +344,8 @@ def fit(
         "ridge_lambda": ridge_lambda,
         "features": features,
         "gains": gains,
+        "dtype": getattr(torch, map_dtype),
+        "rank": rank,
     }
     chosen_splits = None if isinstance(splits, str) else splits
     rungs: list[Rung] = []
@@ -469,6 +495,33 @@ def merge(files: tuple[Path, ...], output: Path, json_output: bool) -> None:
     merged = merge_files(files)
     merged.save(output)
     _print_sums(output, merged, json_output)
+
+
+@commands.command()
+@click.argument("maps", type=click.Path(path_type=Path))
+@click.option("--map-dtype", type=click.Choice(_MAP_DTYPES), required=True, help="What the maps are to be stored in.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The map file to write.")
+@reports_errors
+def convert(maps: Path, map_dtype: str, output: Path) -> None:
+    """Store MAPS in another dtype, without the model and without a fit.
+
+    Where the fit's sums are there, `ridgefill fit MODEL --moments SUMS --map-dtype int8` is better: its biases and
+    gains are those of the weights as they are stored. Verdicts of the gate, being of other weights, are left out.
+
+    Example: ridgefill convert maps.safetensors --map-dtype int8 -o small.safetensors
+    """
+    _check_output(output)
+    try:
+        import torch
+    except ImportError as error:
+        raise RidgeFillError("the package 'torch' is not installed: run pip install 'ridgefill[hf]'") from error
+    from ridgefill.maps import RidgeMaps
+
+    held, before = RidgeMaps.load(maps), maps.stat().st_size
+    held.stored_as(getattr(torch, map_dtype)).save(output)
+    if held.gate is not None:
+        click.echo(f"{output}: holds no verdicts of the gate; run ridgefill gate --record for these maps", err=True)
+    click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB; {maps}: {before / 1e6:.1f} MB")
 
 
 def _parse_numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -725,7 +778,14 @@ def _read_document(path: Path) -> dict[str, Any]:
     map_file = _core.MapFile.open(path)
     document: dict[str, Any] = json.loads(map_file.schema())
     map_file.read()  # refuses values that are not finite
-    return {"path": str(path), "data_bytes": map_file.data_bytes, **document}
+    stored: dict[str, set[str]] = {}  # by split: what its weights are stored in
+    for info in map_file.tensors:
+        split, part = info.name.split(".")[1], info.name.rpartition(".")[2]
+        if part in ("weight", "weight_in"):
+            rank = f", rank {info.shape[1]}" if part == "weight_in" else ""
+            stored.setdefault(split, set()).add(f"{info.dtype}{rank}")
+    figures = {split: " and ".join(sorted(forms)) for split, forms in stored.items()}
+    return {"path": str(path), "data_bytes": map_file.data_bytes, "stored": figures, **document}
 
 
 def _print_document(document: dict[str, Any]) -> None:
@@ -747,7 +807,7 @@ def _print_document(document: dict[str, Any]) -> None:
         default = ", the default" if int(document["default_split"]) == entry["split"] else ""
         table = Table(
             title=f"split {entry['split']}{default}: {' + '.join(entry['features'])} -> {entry['target']} input, "
-            f"lambda {entry['lambda']:g}",
+            f"lambda {entry['lambda']:g}, {document['stored'].get(str(entry['split']), 'no map')}",
             title_justify="left",
         )
         table.add_column("layer", justify="right")

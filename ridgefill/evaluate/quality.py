@@ -244,7 +244,7 @@ def identity_maps(maps: RidgeMaps) -> RidgeMaps:
     """Return maps that hand the stream on as it is: ``W`` = identity (other features ignored), ``b`` = 0, no gains."""
 
     def identity(layer_map: LayerMap) -> LayerMap:
-        weight = torch.zeros_like(layer_map.weight)
+        weight = torch.zeros(layer_map.weight.shape)
         weight.fill_diagonal_(1)
         return LayerMap(layer_map.layer, weight, torch.zeros_like(layer_map.bias))
 

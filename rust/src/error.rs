@@ -236,7 +236,7 @@ impl fmt::Display for Fault {
             Self::BadValue { key, what } => write!(f, "metadata key {key:?}: {what}"),
             Self::BadFeature { what } => write!(f, "metadata key \"splits\": features: {what}"),
             Self::MissingTensor => write!(f, "is missing, though \"splits\" lists its layer"),
-            Self::UnexpectedTensor => write!(f, "belongs to no layer that \"splits\" lists"),
+            Self::UnexpectedTensor => write!(f, "has no place among the tensors of the layers that \"splits\" lists"),
             Self::TensorDtype { found, expected } => write!(f, "has dtype {found}; expected {expected}"),
             Self::TensorShape { found, expected } => write!(f, "has shape {found:?}; expected {expected}"),
             Self::Mismatch { field, found, expected } => write!(

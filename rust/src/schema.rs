@@ -277,16 +277,24 @@ fn is_feature(feature: &str) -> bool {
     }
 }
 
-/// A layer's tensors in file order: what each must be, and whether a layer may lack it.
-const LAYER_TENSORS: [(&str, TensorCheck, Presence); 7] = [
-    ("weight", check_weight, Presence::Always),
+/// A layer's tensors: what each must be, and when a layer has it. Scales come right behind their codes.
+const LAYER_TENSORS: [(&str, TensorCheck, Presence); 13] = [
+    ("weight_in", check_weight_in, Presence::Optional),
+    ("weight_in_scales", check_scales, Presence::BesideCodes("weight_in")),
+    ("weight_out", check_weight_out, Presence::With("weight_in")),
+    ("weight_out_scales", check_scales, Presence::BesideCodes("weight_out")),
+    ("weight", check_weight, Presence::Without("weight_in")),
+    ("weight_scales", check_scales, Presence::BesideCodes("weight")),
     ("bias", check_bias, Presence::Always),
     ("key_gain", check_gain, Presence::Optional),
     ("value_gain", check_gain, Presence::Optional),
     ("scale_basis", check_scale_basis, Presence::Optional),
+    ("scale_basis_scales", check_scales, Presence::BesideCodes("scale_basis")),
     ("scale_residual", check_scale_residual, Presence::With("scale_basis")),
     ("state_correction", check_state_correction, Presence::Optional),
 ];
+/// The inputs that share a scale where a matrix is stored as codes.
+const CODES_GROUP: u64 = 128;
 
 #[derive(Clone, Copy)]
 enum Presence {
@@ -294,28 +302,68 @@ enum Presence {
     Optional,
     /// Just where this other tensor is.
     With(&'static str),
+    /// Just where it is not.
+    Without(&'static str),
+    /// Just where it is, as codes.
+    BesideCodes(&'static str),
+}
+
+impl Presence {
+    /// Returns whether the layer must have the tensor, and whether it may.
+    fn in_layer(self, layer: &Layer<'_>) -> (bool, bool) {
+        let just_where = |it_is_so: bool| (it_is_so, it_is_so);
+        match self {
+            Self::Always => (true, true),
+            Self::Optional => (false, true),
+            Self::With(other) => just_where(layer.found(other).is_some()),
+            Self::Without(other) => just_where(layer.found(other).is_none()),
+            Self::BesideCodes(other) => just_where(layer.found(other).is_some_and(|codes| codes.dtype == Dtype::I8)),
+        }
+    }
+}
+
+/// What a tensor of a late layer is checked against.
+struct Layer<'a> {
+    features: &'a [String],
+    model: &'a Fingerprint,
+    /// The layer's tensors before it, by part.
+    checked: Vec<(&'static str, &'a TensorInfo)>,
+}
+
+impl Layer<'_> {
+    fn found(&self, part: &str) -> Option<&TensorInfo> {
+        self.checked.iter().find(|(name, _)| *name == part).map(|(_, tensor)| *tensor)
+    }
+
+    /// Refuses a matrix that does not take the split's features, or whose width `outputs` refuses (in words: `rest`).
+    fn check_inputs(&self, tensor: &TensorInfo, outputs: impl Fn(u64) -> bool, rest: &str) -> Checked {
+        check_matrix(tensor)?;
+        let (mlp, wide): (Vec<_>, Vec<_>) = self.features.iter().partition(|feature| feature.starts_with("mlp"));
+        let width = self.model.hidden_size * wide.len() as u64; // both far below 2^32: the header's caps
+        let fits = |inputs: u64| if mlp.is_empty() { inputs == width } else { inputs > width };
+        if matches!(tensor.shape.as_slice(), &[inputs, found] if fits(inputs) && outputs(found)) {
+            return Ok(());
+        }
+        let inputs = if mlp.is_empty() { width.to_string() } else { format!("more than {width}") };
+        Err(Fault::TensorShape { found: tensor.shape.clone(), expected: format!("[{inputs}, {rest}") })
+    }
 }
 
 fn check_tensors(tensors: &[TensorInfo], splits: &[Split], model: &Fingerprint) -> Result<()> {
     let mut left: HashMap<&str, &TensorInfo> = tensors.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     for entry in splits {
-        for layer in entry.layers.iter().map(|layer| layer.layer) {
-            let stem = format!("split.{}.layer.{layer}", entry.split);
-            let mut found_parts = Vec::with_capacity(LAYER_TENSORS.len());
+        for number in entry.layers.iter().map(|layer| layer.layer) {
+            let stem = format!("split.{}.layer.{number}", entry.split);
+            let checked = Vec::with_capacity(LAYER_TENSORS.len());
+            let mut layer = Layer { features: &entry.features, model, checked };
             for (part, check, presence) in LAYER_TENSORS {
+                let (required, allowed) = presence.in_layer(&layer);
+                if !allowed {
+                    continue; // a part without the one that it belongs to stays behind, and is reported as unexpected
+                }
                 let name = format!("{stem}.{part}");
-                let required = match presence {
-                    Presence::Always => true,
-                    Presence::Optional => false,
-                    Presence::With(other) => found_parts.contains(&other),
-                };
-                let checked = match left.get(name.as_str()) {
-                    // A part without the one that it belongs to stays behind, and is reported as unexpected.
-                    Some(_) if !required && matches!(presence, Presence::With(_)) => Ok(()),
-                    Some(tensor) => check(tensor, &entry.features, model).map(|()| {
-                        left.remove(name.as_str());
-                        found_parts.push(part);
-                    }),
+                let checked = match left.remove(name.as_str()) {
+                    Some(tensor) => check(tensor, &layer).map(|()| layer.checked.push((part, tensor))),
                     None if required => Err(Fault::MissingTensor),
                     None => Ok(()),
                 };
@@ -330,35 +378,46 @@ fn check_tensors(tensors: &[TensorInfo], splits: &[Split], model: &Fingerprint) 
     }
 }
 
-type TensorCheck = fn(&TensorInfo, &[String], &Fingerprint) -> std::result::Result<(), Fault>;
+type Checked = std::result::Result<(), Fault>;
+type TensorCheck = fn(&TensorInfo, &Layer<'_>) -> Checked;
 
-fn check_weight(tensor: &TensorInfo, features: &[String], model: &Fingerprint) -> std::result::Result<(), Fault> {
-    check_float(tensor)?;
-    let hidden_size = model.hidden_size;
-    let (mlp, wide): (Vec<_>, Vec<_>) = features.iter().partition(|feature| feature.starts_with("mlp"));
-    let width = hidden_size * wide.len() as u64; // both far below 2^32: the header's caps
-    let fits = match tensor.shape.as_slice() {
-        &[inputs, outputs] => outputs == hidden_size && if mlp.is_empty() { inputs == width } else { inputs > width },
-        _ => false,
-    };
-    if fits {
-        return Ok(());
+fn check_weight(tensor: &TensorInfo, layer: &Layer<'_>) -> Checked {
+    let hidden_size = layer.model.hidden_size;
+    layer.check_inputs(tensor, |outputs| outputs == hidden_size, &format!("{hidden_size}]"))
+}
+
+fn check_weight_in(tensor: &TensorInfo, layer: &Layer<'_>) -> Checked {
+    let hidden_size = layer.model.hidden_size;
+    layer.check_inputs(tensor, |rank| (1..=hidden_size).contains(&rank), &format!("rank], rank 1 to {hidden_size}"))
+}
+
+fn check_weight_out(tensor: &TensorInfo, layer: &Layer<'_>) -> Checked {
+    check_matrix(tensor)?;
+    let rank = layer.found("weight_in").and_then(|factor| factor.shape.last()).copied().unwrap_or_default();
+    check_shape(tensor, &[rank, layer.model.hidden_size])
+}
+
+/// One scale for each group of inputs of each column of the codes, which are the tensor before.
+fn check_scales(tensor: &TensorInfo, layer: &Layer<'_>) -> Checked {
+    check_dtype(tensor, Dtype::BF16)?;
+    let mut shape = layer.checked.last().map(|(_, codes)| codes.shape.clone()).unwrap_or_default();
+    if let Some(inputs) = shape.first_mut() {
+        *inputs = inputs.div_ceil(CODES_GROUP);
     }
-    let inputs = if mlp.is_empty() { width.to_string() } else { format!("more than {width}") };
-    Err(Fault::TensorShape { found: tensor.shape.clone(), expected: format!("[{inputs}, {hidden_size}]") })
+    check_shape(tensor, &shape)
 }
 
-fn check_bias(tensor: &TensorInfo, _features: &[String], model: &Fingerprint) -> std::result::Result<(), Fault> {
-    check_f32(tensor, &[model.hidden_size])
+fn check_bias(tensor: &TensorInfo, layer: &Layer<'_>) -> Checked {
+    check_f32(tensor, &[layer.model.hidden_size])
 }
 
-fn check_gain(tensor: &TensorInfo, _features: &[String], model: &Fingerprint) -> std::result::Result<(), Fault> {
-    check_f32(tensor, &[model.num_key_value_heads])
+fn check_gain(tensor: &TensorInfo, layer: &Layer<'_>) -> Checked {
+    check_f32(tensor, &[layer.model.num_key_value_heads])
 }
 
-fn check_scale_basis(tensor: &TensorInfo, _features: &[String], model: &Fingerprint) -> std::result::Result<(), Fault> {
-    check_float(tensor)?;
-    let hidden_size = model.hidden_size;
+fn check_scale_basis(tensor: &TensorInfo, layer: &Layer<'_>) -> Checked {
+    check_matrix(tensor)?;
+    let hidden_size = layer.model.hidden_size;
     match tensor.shape.as_slice() {
         &[rows, rank] if rows == hidden_size && (1..=hidden_size).contains(&rank) => Ok(()),
         _ => Err(Fault::TensorShape {
@@ -368,29 +427,38 @@ fn check_scale_basis(tensor: &TensorInfo, _features: &[String], model: &Fingerpr
     }
 }
 
-fn check_scale_residual(tensor: &TensorInfo, _features: &[String], _: &Fingerprint) -> std::result::Result<(), Fault> {
+fn check_scale_residual(tensor: &TensorInfo, _: &Layer<'_>) -> Checked {
     check_f32(tensor, &[1])
 }
 
 /// What a layer's state is shaped like only the model knows: a matrix for each head.
-fn check_state_correction(tensor: &TensorInfo, _: &[String], _: &Fingerprint) -> std::result::Result<(), Fault> {
+fn check_state_correction(tensor: &TensorInfo, _: &Layer<'_>) -> Checked {
     match tensor.shape.as_slice() {
         shape @ &[heads, rows, columns] if heads > 0 && rows > 0 && columns > 0 => check_f32(tensor, shape),
         _ => Err(Fault::TensorShape { found: tensor.shape.clone(), expected: "[heads, rows, columns]".to_owned() }),
     }
 }
 
-fn check_float(tensor: &TensorInfo) -> std::result::Result<(), Fault> {
-    if matches!(tensor.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) {
+fn check_matrix(tensor: &TensorInfo) -> Checked {
+    if matches!(tensor.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32 | Dtype::I8) {
         return Ok(());
     }
-    Err(Fault::TensorDtype { found: tensor.dtype.name(), expected: "BF16, F16 or F32" })
+    Err(Fault::TensorDtype { found: tensor.dtype.name(), expected: "BF16, F16, F32 or I8" })
 }
 
-fn check_f32(tensor: &TensorInfo, shape: &[u64]) -> std::result::Result<(), Fault> {
-    if tensor.dtype != Dtype::F32 {
-        return Err(Fault::TensorDtype { found: tensor.dtype.name(), expected: "F32" });
+fn check_f32(tensor: &TensorInfo, shape: &[u64]) -> Checked {
+    check_dtype(tensor, Dtype::F32)?;
+    check_shape(tensor, shape)
+}
+
+fn check_dtype(tensor: &TensorInfo, dtype: Dtype) -> Checked {
+    if tensor.dtype != dtype {
+        return Err(Fault::TensorDtype { found: tensor.dtype.name(), expected: dtype.name() });
     }
+    Ok(())
+}
+
+fn check_shape(tensor: &TensorInfo, shape: &[u64]) -> Checked {
     if tensor.shape != shape {
         return Err(Fault::TensorShape { found: tensor.shape.clone(), expected: format!("{shape:?}") });
     }

@@ -75,7 +75,7 @@ fn metadata() -> BTreeMap<String, String> {
     .into()
 }
 
-/// A valid map file with tensors of the given weight type.
+/// A valid map file with weights of the given type; of codes some are factors.
 fn valid_file(weight: Dtype) -> Vec<u8> {
     let mut tensors = Vec::new();
     let mut start = 0;
@@ -86,7 +86,19 @@ fn valid_file(weight: Dtype) -> Vec<u8> {
     };
     for (stem, inputs) in [("split.1.layer.2", 8), ("split.1.layer.3", 8), ("split.2.layer.3", 4)] {
         push(&format!("{stem}.bias"), Dtype::F32, &[4]);
-        push(&format!("{stem}.weight"), weight, &[inputs, 4]);
+        if weight == Dtype::I8 {
+            // Scales first, so that each tensor is aligned.
+            let parts: &[(&str, u64, u64)] =
+                if inputs == 4 { &[("weight", 4, 4)] } else { &[("weight_in", 8, 2), ("weight_out", 2, 4)] };
+            for (part, rows, columns) in parts {
+                push(&format!("{stem}.{part}_scales"), Dtype::BF16, &[rows.div_ceil(128), *columns]);
+            }
+            for (part, rows, columns) in parts {
+                push(&format!("{stem}.{part}"), Dtype::I8, &[*rows, *columns]);
+            }
+        } else {
+            push(&format!("{stem}.weight"), weight, &[inputs, 4]);
+        }
     }
     let mut bytes = header::encode(&tensors, &metadata());
     // Small finite numbers in every format: no byte above 0x3f in a high place.
@@ -304,13 +316,13 @@ fn hostile_files() {
     let (_, peak) = peak_of(|| vec![0u8; SLACK_BYTES + 1]);
     assert!(peak > SLACK_BYTES, "the high-water mark sees an allocation over the bound");
 
-    let seeds = [Dtype::BF16, Dtype::F16, Dtype::F32].map(valid_file);
+    let seeds = [Dtype::BF16, Dtype::F16, Dtype::F32, Dtype::I8].map(valid_file);
     let mut accepted = 0;
     for seed in &seeds {
         check(seed, &mut accepted);
         schema::validate(&header::parse_file(seed).unwrap().0).unwrap();
     }
-    assert_eq!(accepted, 3);
+    assert_eq!(accepted, seeds.len() as u64);
 
     // Config's default reads PROPTEST_CASES; the crate's own default of 256 is too few here.
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(5_000);
