@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from ridgefill import _core, caches, prefill, provenance, rows, turns
 from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
 from ridgefill.epilogue import EpilogueLayer, epilogue_layers
-from ridgefill.errors import AlreadyAttachedError, AttachError, FitError
-from ridgefill.features import STREAM, Features
+from ridgefill.errors import AlreadyAttachedError, AttachError, FitError, UnsupportedModelError
+from ridgefill.features import STREAM, Features, FeatureState
 from ridgefill.fused import FusedMaps, fused_maps
 from ridgefill.guard import MODES, PROBE_ROWS, Guard, OutOfRange
 from ridgefill.kernels import BACKENDS, choose_backend
-from ridgefill.layout import DecoderLayout, causal_lm, decoder_layout, fingerprint, model_shape
+from ridgefill.layout import DecoderLayout, causal_lm, compiled_forward, decoder_layout, fingerprint, model_shape
 from ridgefill.maps import RidgeMaps, SplitMaps
 from ridgefill.prefill import Bulk, FillSettings, Step
 from ridgefill.provenance import Provenance
@@ -88,6 +88,7 @@ class _Call:
     selection: rows.Selection | str = ""  # or, in words, why no row is selected
     again: bool = False  # nothing was filled: rows that an earlier call filled are selected
     tail_from: int | None = None  # then: from here on, all of them
+    features: FeatureState | None = None  # of a fill with a guard: goes on to those of the tail's rows
 
 
 class _Calls(threading.local):
@@ -214,7 +215,8 @@ class Attachment:
 
         Raises:
             AttachError: the attachment cannot run this tier, or a number is out of range.
-            UnsupportedModelError: exact_spans with an attention implementation that takes no mask for single rows.
+            UnsupportedModelError: exact_spans with an attention implementation that takes no mask for single rows, or
+                with a compiled forward.
         """
         known = {"exact", self.tier} | ({"speed"} if self.tier in ("auto", "quality") else set())
         if tier is not None and tier not in known:
@@ -229,6 +231,7 @@ class Attachment:
             raise AttachError(f"request: exact_spans are (from, to) with 0 <= from < to, found {wrong[0]}")
         if spans:
             rows.check_masks(self.settings.layout)
+            _check_hooks_see_tail(self.model())
         asked = _Request(tier or self.tier, tail or self.rule.tail, spans)
         # A tier that selects rows has these hooks on all the time.
         waits = spans and self.selection is None
@@ -357,7 +360,8 @@ class Attachment:
     def _go_on(self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache, record: Provenance) -> None:
         """A call on a cache that was filled: note its rows; where that is due, let them choose among filled ones."""
         if (call := self._calls.current) is not None:  # this call fills: what is left of it is the tail
-            self._calls.turn = turns.Turn(self.settings, self._token, cache, record, call.step_end - call.step.fill_end)
+            count, watched = call.step_end - call.step.fill_end, call.features is not None
+            self._calls.turn = turns.Turn(self.settings, self._token, cache, record, count, watched=watched)
             return
         count = step_rows(self.signature, args, kwargs)
         if count == 1 and not (record.keeps or record.cropped):
@@ -461,6 +465,8 @@ class Attachment:
             settings = replace(settings, selects_rows=choice is not None)
         if (bulk := self._filled(call, settings)) is None:
             return None
+        if settings.guard is not None:
+            call.features = bulk.tail_features
         if choice is not None:
             wide_step, wide_bulk, groups = turns.with_earlier(settings, step, bulk)
             call.selection = rows.await_tail(settings, choice, wide_step, wide_bulk, request.exact_spans, groups)
@@ -479,19 +485,32 @@ class Attachment:
         except BaseException:
             self._abandon()
             raise
-        if call.step.alarm:
-            self._alarm(call.step.alarm)
+        self._alarm(call.step.alarm)
         argument = settings.layout.cache_argument
         provenance.remember_fill(call.step, bulk, owner=self._token, stream=self.stream, cache_argument=argument)
         call.tail_started = time.perf_counter()
         return bulk
 
-    def _alarm(self, alarm: str) -> None:
+    def _alarm(self, alarm: str, event: str = "guard alarms") -> None:
+        """Count what the guard found, where it found something, and log it once for each event."""
+        if not alarm:
+            return
         with self._lock:
-            first = not self.counters["guard alarms"]
-            self.counters["guard alarms"] += 1
+            first = not self.counters[event]
+            self.counters[event] += 1
         if first:
             _log.warning("the guard: %s (guard=%r)", alarm, self.settings.guard and self.settings.guard.mode)
+
+    def _check_tail(self, call: _Call, turn: turns.Turn) -> None:
+        """Let the guard compare the tail's first rows, where it is on and they were seen."""
+        guard, step = self.settings.guard, call.step
+        if guard is None or call.features is None or (tail := turn.first_rows(PROBE_ROWS)) is None:
+            return
+        started = time.perf_counter()
+        tail.tail_features = call.features
+        guard.check_tail(self.settings, step, tail, call.step_end - tail.first_row - tail.stream.shape[1])
+        self._alarm(step.tail_alarm, "guard alarms in tails")
+        step.timings["tail_check_ms"] = 1e3 * (time.perf_counter() - started)
 
     def _plan(self, request: _Request, cache: Any, rows: int) -> tuple[bool, str]:
         """Whether a prefill of ``rows`` more rows may be filled, and why in the planner's words (tier auto alone)."""
@@ -528,6 +547,8 @@ class Attachment:
             return
         self._calls.current, rows.WAITING.selection = None, None
         step, now, selection = call.step, time.perf_counter(), call.selection
+        if turn is not None:
+            self._check_tail(call, turn)
         kept = provenance.of(step.cache)
         selected, again, gates, mass = 0, 0, dict[int, int](), None
         if isinstance(selection, rows.Selection):
@@ -561,7 +582,10 @@ class Attachment:
             gates=gates,
             attention_mass=mass,
             selection=selection,
+            probe_rank=step.probe_rank,
+            tail_rank=step.tail_rank,
             alarm=step.alarm,
+            tail_alarm=step.tail_alarm,
             stream_bytes=0 if kept is None else kept.stream_bytes,
             timings={
                 **step.timings,
@@ -743,6 +767,8 @@ def attach(
         if model in _ATTACHED:
             raise AlreadyAttachedError(f"{type(model).__name__} already has maps attached; call detach() first")
         layout = decoder_layout(model)
+        if selects:
+            _check_hooks_see_tail(model)
         if stream == "host" and (reason := host_obstacle(next(layout.layers[-1].parameters()).device)):
             raise AttachError(f"stream 'host' cannot run: {reason}; stream='device' keeps streams where they are made")
         loaded = maps if isinstance(maps, RidgeMaps) else RidgeMaps.load(maps)
@@ -846,6 +872,19 @@ def attach(
     for message in warnings:
         _log.warning("%s", message)
     return attachment
+
+
+def _check_hooks_see_tail(model: nn.Module | None) -> None:
+    """Refuse to select rows inside a tail that no hook sees.
+
+    Raises:
+        UnsupportedModelError: the model's forward is compiled.
+    """
+    if compiled_forward(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}.forward is compiled, which hides the tail from the hooks that select rows; attach "
+            "with tier='speed', or let generate(compile_config=...) compile its decode steps alone"
+        )
 
 
 def _holding(layout: DecoderLayout, backend: str, map_dtype: str, residency: str, slots: int) -> Holding:
@@ -1008,7 +1047,10 @@ def _record(
     gates: dict[int, int] | None = None,
     attention_mass: float | None = None,
     selection: str = "",
+    probe_rank: float | None = None,
+    tail_rank: float | None = None,
     alarm: str = "",
+    tail_alarm: str = "",
     stream_bytes: int = 0,
     timings: dict[str, float] | None = None,
 ) -> dict[str, Any]:
@@ -1022,7 +1064,10 @@ def _record(
         "gates": gates or {},
         "attention_mass": attention_mass,
         "selection": selection,
+        "probe_rank": probe_rank,
+        "tail_rank": tail_rank,
         "alarm": alarm,
+        "tail_alarm": tail_alarm,
         "stream_bytes": stream_bytes,
         "timings": timings or {},
     }

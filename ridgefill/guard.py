@@ -1,10 +1,13 @@
-"""The guard: before a fill, predicted and exact keys are compared on a few rows that run anyway (design section 4).
+"""The guard: predicted and exact keys are compared on a few rows that run exactly anyway (design section 4).
 
 Maps are right for the model and the kind of text that they were fitted on. Nothing in a filled answer says that either
 is another one now, but the rows after the head do: they run through every layer, and their predicted keys must be as
 close to their exact ones as those of the fit's held-out rows were. (Head rows would say nothing: they are attention
 sinks, which no map has seen.) The figure is a row's rank: the share of held-out rows whose cosine between predicted and
 exact keys is lower, read off the quantiles in the file. Whatever a layer's cosines are, at home the mean rank is 0.5.
+
+Rows are compared twice: those after the head before the fill, which is where it can still be left undone, and the first
+rows of the tail behind it, which a prompt that begins like every other one (a system prompt) may not resemble.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
     from ridgefill.layout import DecoderLayout
     from ridgefill.maps import SplitMaps
-    from ridgefill.prefill import Capture, FillSettings, Step
+    from ridgefill.prefill import Bulk, Capture, FillSettings, Step
 
 MODES = ("off", "warn", "exact")
 # Rows after the head that are compared. Keys of one row say little: its cosines differ by layer and token.
@@ -68,54 +71,89 @@ class Guard:
         return Guard(mode, quantiles, _rotary_tables(layout))
 
     def check(self, settings: FillSettings, step: Step, capture: Capture, cache: Cache) -> None:
-        """Compare the step's probe rows, which ``capture`` saw run into ``cache``; the finding goes to ``step.alarm``.
+        """Compare the step's probe rows, which ``capture`` saw run into ``cache``; the finding goes to the step.
 
         Raises:
             OutOfRange: they are out of range and the mode is ``exact``.
         """
+        from ridgefill.prefill import Bulk
+
         if _same(_rotary_tables(settings.layout), self.rotary):
-            rank = self.mean_rank(settings, step, capture, cache)
-            if not rank >= _LEAST_RANK:  # NaN too
-                step.alarm = (
-                    f"keys of the {step.probe_rows} rows after the head are predicted as well as the worst of the "
-                    f"fit's held-out rows (mean rank {rank:.2f}, at home 0.5, at least {_LEAST_RANK}): another kind of "
-                    "text, or another model than the maps were fitted on"
-                )
+            assert capture.stream is not None  # the pass went through the split layer
+            first_row = step.fill_start - capture.stream.shape[1]
+            rows = Bulk(first_row, capture.stream, capture.layer_kwargs, capture.rotary_outputs, None, None)
+            probe = replace(step, fill_start=step.fill_start - step.probe_rows, fill_end=step.fill_start)
+            step.probe_rank = self.mean_rank(settings, probe, rows, cache)
+            step.alarm = self._alarm(step.probe_rank, f"the {step.probe_rows} rows after the head")
         else:
             step.alarm = "the model's rotary frequencies are not those that it had when the maps were attached"
         if step.alarm and self.mode == "exact":
             raise OutOfRange(step.alarm)
 
-    def mean_rank(self, settings: FillSettings, step: Step, capture: Capture, cache: Cache) -> float:
-        """The mean rank of the probe rows' cosines among held-out rows, over all late layers and sequences."""
+    def check_tail(self, settings: FillSettings, step: Step, tail: Bulk, rows_behind: int) -> None:
+        """Compare the tail's first rows, once the stock forward has run all of it; the finding goes to the step.
+
+        Nothing is refused: the call is done. ``tail``: these rows; ``rows_behind``: rows of the cache behind them.
+        """
+        count = tail.stream.shape[1]
+        rows = replace(step, fill_start=tail.first_row, fill_end=tail.first_row + count)
+        step.tail_rank = self.mean_rank(settings, rows, tail, step.cache, rows_behind)
+        step.tail_alarm = self._alarm(step.tail_rank, f"the tail's first {count} rows")
+
+    def _alarm(self, rank: float | None, which: str) -> str:
+        """The finding in words, or nothing where all is well, or nothing could be compared."""
+        if rank is None or rank >= _LEAST_RANK:  # NaN is neither
+            return ""
+        return (
+            f"keys of {which} are predicted as well as the worst of the fit's held-out rows (mean rank {rank:.2f}, at "
+            f"home 0.5, at least {_LEAST_RANK}): another kind of text, or another model than the maps were fitted on"
+        )
+
+    def mean_rank(
+        self, settings: FillSettings, step: Step, rows: Bulk, cache: Cache, rows_behind: int = 0
+    ) -> float | None:
+        """The mean rank of exact rows' cosines among held-out rows, over all late layers and sequences.
+
+        Args:
+            settings: the attachment's choices.
+            step: its fill span is the rows to compare.
+            rows: what they are predicted from.
+            cache: holds them, exact, in the late layers.
+            rows_behind: rows of the cache behind them.
+
+        Returns:
+            None where no late layer's cache, because all of them slide, holds any of the rows.
+        """
         import torch
         from torch.nn.functional import cosine_similarity
         from transformers import DynamicCache
 
         from ridgefill.agreement import KEY_COSINE_PERCENTS
-        from ridgefill.prefill import Bulk, predict_late_layers
+        from ridgefill.prefill import predict_late_layers
 
-        assert capture.stream is not None  # the pass went through the split layer
-        first_row = step.fill_start - capture.stream.shape[1]
-        probe = replace(step, fill_start=step.fill_start - step.probe_rows, fill_end=step.fill_start)
         if settings.layout.recurrent:  # whose layers scan rows into the cache that they are given
-            probe.cache = DynamicCache(config=settings.layout.config)
-        rows = Bulk(first_row, capture.stream, capture.layer_kwargs, capture.rotary_outputs, None, None)
+            step = replace(step, cache=DynamicCache(config=settings.layout.config))
         edges = torch.tensor([0, *KEY_COSINE_PERCENTS, 100]) / 100
         middles = (edges[1:] + edges[:-1]) / 2  # the rank of a cosine between two quantiles
-        ranks = []
+        cosines: list[tuple[int, torch.Tensor]] = []
         # By torch: a kernel would write into the cache.
-        for layer_idx, blocks in predict_late_layers(replace(settings, epilogues=None), probe, rows):
+        for layer_idx, blocks in predict_late_layers(replace(settings, epilogues=None), step, rows):
             if layer_idx not in self.quantiles or isinstance(blocks, caches.Room):
                 continue
-            predicted = torch.cat([keys for keys, _ in blocks], dim=-2)  # [batch, kv_heads, probe rows, head_dim]
+            predicted = torch.cat([keys for keys, _ in blocks], dim=-2)  # [batch, kv_heads, rows, head_dim]
             exact, _ = caches.kept_rows(cache, layer_idx)
-            count = min(predicted.shape[-2], exact.shape[-2])  # a sliding cache may keep fewer
-            cosine = cosine_similarity(predicted[..., -count:, :].float(), exact[..., -count:, :].float(), dim=-1)
-            cosine = cosine.mean(1).cpu()  # over heads, as the fit does: [batch, probe rows]
+            exact = exact[..., : max(0, exact.shape[-2] - rows_behind), :]
+            count = min(predicted.shape[-2], exact.shape[-2])  # a sliding cache may keep fewer, or none
+            if count:
+                predicted, exact = (keys[..., keys.shape[-2] - count :, :].float() for keys in (predicted, exact))
+                # Over heads, as the fit does: [batch, rows].
+                cosines.append((layer_idx, cosine_similarity(predicted, exact, dim=-1).mean(1)))
+        ranks = []
+        for layer_idx, found in cosines:  # only now, with all layers' work queued, is the device waited for
+            cosine = found.cpu()
             between = torch.bucketize(cosine, torch.tensor(self.quantiles[layer_idx]))
             ranks.append(torch.where(cosine.isnan(), 0.0, middles[between]).mean())
-        return float(torch.stack(ranks).mean())
+        return float(torch.stack(ranks).mean()) if ranks else None
 
 
 def _rotary_tables(layout: DecoderLayout) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -333,6 +335,15 @@ class _JoinedCache:
         return torch.cat([before_keys, keys], dim=-2), torch.cat([before_values, values], dim=-2)
 
 
+def _own_copy(module: nn.Module) -> Any:
+    """A shallow copy that runs itself: accelerate hangs a forward on a module that is bound to that very one."""
+    other: Any = copy.copy(module)
+    if isinstance(forward := vars(module).get("forward"), functools.partial) and "_old_forward" in vars(module):
+        other._old_forward = types.MethodType(type(module).forward, other)
+        other.forward = functools.partial(forward.func, other)  # it still moves what it is given
+    return other
+
+
 class QueryReader:
     """Reads a decoder layer's queries and keys with the layer's own norms, projections and rotary embedding.
 
@@ -350,10 +361,10 @@ class QueryReader:
             raise UnsupportedModelError(
                 f"layer {layer_idx}: cannot find the attention of a {type(layer).__name__} to read its queries"
             )
-        attention: Any = copy.copy(layer.get_submodule(names[0]))
+        attention = _own_copy(layer.get_submodule(names[0]))
         attention.config = copy.copy(attention.config)
         attention.config._attn_implementation = _QUERIES_ONLY
-        self._layer: Any = copy.copy(layer)
+        self._layer = _own_copy(layer)
         self._layer._modules = {**layer._modules, names[0]: attention}
         self._cache_argument = layout.cache_argument
         self._name = f"{type(layer).__name__} {layer_idx}"
