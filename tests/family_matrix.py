@@ -28,7 +28,7 @@ CACHES: dict[str, Any] = {
     "static": lambda config: StaticCache(config=config, max_cache_len=ROWS + 8),
 }
 PADDINGS = ("none", "left")
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Cell(NamedTuple):
@@ -73,8 +73,8 @@ def rows_filled(cell: Cell) -> int:
     """The rows that tier plumb fills in a cell.
 
     Raises:
-        AssertionError: none, or its logits are not stock's: within float32's rounding the largest difference, in
-            bfloat16 (where one rounding may send a row to another expert) the relative error over all of the tail.
+        AssertionError: none, or its logits are not stock's: within float32's rounding the largest difference, in half
+            precision (where one rounding may send a row to another expert) the relative error over all of the tail.
     """
     model = _model(cell.family, cell.dtype)
     ids, mask = inputs(cell.padding)
@@ -147,7 +147,7 @@ def page(filled: Mapping[Cell, int]) -> str:
         quality = "yes" if family.quality_refused is None else f"no: {family.quality_refused}"
         about.append((name, f"`{family.model}`", family.shows, family.writers, quality))
         matrix.append((name, *(str(filled.get(Cell(name, *column), "–")) for column in _COLUMNS)))
-    short = {"float32": "f32", "bfloat16": "bf16"}
+    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
     columns = [f"{cache}, {padding}, {short[dtype]}" for cache, padding, dtype in _COLUMNS]
     return (
         _TOP
