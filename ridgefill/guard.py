@@ -112,7 +112,7 @@ class Guard:
     def mean_rank(
         self, settings: FillSettings, step: Step, rows: Bulk, cache: Cache, rows_behind: int = 0
     ) -> float | None:
-        """The mean rank of exact rows' cosines among held-out rows, over all late layers and sequences.
+        """The mean rank of exact rows' cosines among held-out rows, over all late layers; the least of any sequence.
 
         Args:
             settings: the attachment's choices.
@@ -152,8 +152,8 @@ class Guard:
         for layer_idx, found in cosines:  # only now, with all layers' work queued, is the device waited for
             cosine = found.cpu()
             between = torch.bucketize(cosine, torch.tensor(self.quantiles[layer_idx]))
-            ranks.append(torch.where(cosine.isnan(), 0.0, middles[between]).mean())
-        return float(torch.stack(ranks).mean()) if ranks else None
+            ranks.append(torch.where(cosine.isnan(), 0.0, middles[between]).mean(1))  # [batch]
+        return float(torch.stack(ranks).mean(0).min()) if ranks else None
 
 
 def _rotary_tables(layout: DecoderLayout) -> dict[str, Any]:

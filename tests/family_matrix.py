@@ -124,6 +124,45 @@ In every cell tier `plumb`, the fill fed with the true inputs, gives stock's log
 Padding: none, or left; pads count as head. A dash: stock itself needs the config, which tells the cache of states.
 
 """
+_HOW = """
+## How it is called
+
+Each line is a test in tests/test_calls.py, tests/test_runtimes.py or tests/test_families.py. Where a call runs stock,
+`status()["reason"]` has the words; where a model is refused, `attach` raises them.
+
+"""
+_CALLS = [
+    (
+        "`generate`: greedy, sampled, beams, several sequences, assisted; `pipeline()`; with an earlier turn's cache",
+        "fills; in assisted decoding target and draft",
+    ),
+    (
+        "`generate` with a static cache, which compiles its decode steps on a GPU",
+        "fills; the steps are whole graphs, as without an attachment. They pass by the hooks: they are not counted, "
+        "and `repair` says that their rows are missing",
+    ),
+    (
+        "`model.forward = torch.compile(model.forward)`",
+        'fills, decode steps as above; tier `quality` and `exact_spans` are refused: "forward is compiled"',
+    ),
+    ("a model, base model or layer that is compiled otherwise", 'refused: "is compiled by torch.compile"'),
+    (
+        "layers placed by accelerate (`device_map`)",
+        "fills; tested with its hooks on every module, all of them on one device",
+    ),
+    (
+        "weights offloaded to the host or to disk",
+        'refused: "keeps weights off their device", "keeps layers on disk"; once attached, stock: "is now on meta"',
+    ),
+    ("`attn_implementation` `sdpa` or `eager`", "fills"),
+    (
+        "`flex_attention`",
+        "fills; tier `quality` and `exact_spans` are refused, and the block mask that `generate` hands over with a "
+        'static cache runs stock: "the attention mask is BlockMask"',
+    ),
+    ("quantised linears; a PEFT model's `generate`", "fills; PEFT's own forward passes by the hooks"),
+    ("a multimodal model", "text-only calls fill; with images stock: \"the argument 'pixel_values' is given\""),
+]
 _REFUSALS = """
 ## What is refused
 
@@ -154,6 +193,8 @@ def page(filled: Mapping[Cell, int]) -> str:
         + table(["family", "class", "what it shows", "writers", "tier `quality`"], about)
         + _MATRIX
         + table(["family", *columns], matrix)
+        + _HOW
+        + table(["call", "what happens"], _CALLS)
         + _REFUSALS
         + table(["family", "class", "what it shows", "reason"], refused)
     )

@@ -130,6 +130,16 @@ def test_padding_turns_and_features_are_compared_row_for_row(features: tuple[str
         assert cache.get_seq_length() == 2 * ROWS
 
 
+def test_one_sequence_of_a_batch_is_enough() -> None:
+    model, maps = fitted("llama")
+    batch = torch.cat([*(tokens(random_text(ROWS, 300 + seed)) for seed in range(7)), tokens(other_alphabet(3))])
+    with ridgefill.attach(model, maps, guard="exact", **SETTINGS) as attachment:
+        run(model, batch[:7])
+        assert attachment.status()["rows_filled"] == FILLED
+        run(model, batch)
+        assert attachment.status()["reason"].startswith("the guard: ")
+
+
 LONG, LONG_TAIL = 160, 48
 
 
