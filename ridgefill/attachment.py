@@ -154,8 +154,10 @@ class Attachment:
         is the tier that it ran in, which ``auto`` chooses at each call and a `request` may name. ``rows_selected`` rows
         of the fill span ran exactly through every layer (``gates``: how many ran on at each gate; with share ``auto``,
         ``attention_mass``: what part of the tail's attention to the bulk they carry); when none did, ``selection`` says
-        why. ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). Decode steps are
-        counted in ``counters``, and do not replace the prefill before them. ``rows_selected_again`` are rows that an
+        why. ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). With a guard,
+        ``probe_rank`` and ``tail_rank`` are its figures before the fill and behind it, ``alarm`` and ``tail_alarm``
+        what it makes of them, empty where that is nothing. Decode steps are counted in ``counters``, and do not replace
+        the prefill before them. ``rows_selected_again`` are rows that an
         earlier call on the same cache had filled; where a call is not filled and only selects such rows, that is its
         record. ``stream`` says where the streams of filled rows are kept, and ``stream_bytes`` what the last filled
         cache keeps. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are the
@@ -700,7 +702,8 @@ def attach(
             device in tiers that select rows, which need it, nowhere in the others.
         guard: whether each fill first compares predicted and exact keys of the 32 rows after the head, which then run
             exactly, with the file's held-out figures (`ridgefill.guard`): where they are worse, ``warn`` fills, counts
-            and logs it, and ``exact`` runs the call stock.
+            and logs it, and ``exact`` runs the call stock. The tail's first 32 rows are compared behind the fill, and
+            only counted and logged.
         tile: a fill has a multiple of this many rows. Transformers' own scans of recurrent layers are exact at any
             length; 1 leaves it at that. Kernels that are not declare their chunk here, 64 for example.
         state_correction: how much of the file's corrections the recurrent states of late layers get behind a bulk
