@@ -106,12 +106,13 @@ class TailView:
         First over all tail queries, then over the last ``last_queries`` of them.
         """
         queries, step = self._queries(layer_idx), self._step
-        return largest_log_attention(queries, step.fill_start, step.fill_end, step.padding, last_queries)
+        found = largest_log_attention(queries, step.fill_start, step.fill_end, step.padding, last_queries)
+        return found[0].to(self.device), found[1].to(self.device)  # layers may lie on several devices
 
     def mean_attention(self, layer_idx: int) -> torch.Tensor:
         """The mean probability that heads and queries give each bulk row: ``[batch, bulk]``."""
         queries, step = self._queries(layer_idx), self._step
-        return mean_attention(queries, step.fill_start, step.fill_end, step.padding)
+        return mean_attention(queries, step.fill_start, step.fill_end, step.padding).to(self.device)
 
     def _queries(self, layer_idx: int) -> Queries:
         if layer_idx in self._seen:
@@ -296,7 +297,7 @@ def _log_attention(
     grouped = (queries.query * queries.scaling).reshape(batch, kv_heads, group, tail, width)
     keys = queries.key.transpose(-1, -2)  # [batch, kv, d, columns]
     later = torch.ones(tail, columns - fill_end, dtype=torch.bool, device=keys.device).triu(1)  # a tail row's future
-    pads = None if padding is None else ~padding[:, None, None, None, :columns].bool()
+    pads = None if padding is None else ~padding[:, None, None, None, :columns].bool().to(keys.device)
     step = max(1, _SCORE_BYTES // (4 * batch * heads * columns))
     for start in range(part.start, part.stop, step):
         rows = slice(start, min(start + step, part.stop))
