@@ -67,9 +67,9 @@ LANGUAGES = {
         "послышался стук колёс, залаяла собака, и из темноты вышел дед с мокрой бородой и большим фонарём в руке."
     ),
 }
-RANDOM_WINDOWS, LANGUAGE_WINDOWS, CHANGED_WINDOWS = 40, 20, 30
+RANDOM_WINDOWS, LANGUAGE_WINDOWS = 40, 20
 # By how many times the norm of the weights themselves.
-UPDATES = {0.25: "shown", 0.5: "shown", 1.0: "before"}
+UPDATES = {0.1: "shown", 0.25: "shown", 0.5: "before", 1.0: "before"}
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ class Outcome:
     windows: int
     alarms: int
     tail_alarms: int
-    probe_ranks: list[float]
-    tail_ranks: list[float]
+    probe_outliers: list[float]
+    tail_outliers: list[float]
+    likeliness: list[float]
 
     def holds(self) -> bool:
         """Whether the guard spoke where it must; of windows at home, all kinds count together (`home`)."""
@@ -151,7 +152,7 @@ def cases(model: nn.Module, tokenizer: Any, per_kind: int) -> list[Case]:
     def itself() -> nn.Module:
         return model
 
-    some = [window for windows in home.values() for window in windows[:: max(1, 3 * per_kind // CHANGED_WINDOWS)]]
+    some = [home[kind][number * per_kind // 10] for kind in KINDS for number in range(10)]
     foreign = {name: windows_of(tokenizer, text, LANGUAGE_WINDOWS) for name, text in LANGUAGES.items()}
     noise = torch.Generator().manual_seed(0)
     random_tokens = [
@@ -160,7 +161,7 @@ def cases(model: nn.Module, tokenizer: Any, per_kind: int) -> list[Case]:
     seen = HEAD + PROBE_ROWS
     turning = [
         torch.cat([begin[:, :seen], end[:, seen:]], dim=1)
-        for begin, end in zip(some, foreign["Chinese"] + random_tokens, strict=False)
+        for begin, end in zip(some, [window for windows in foreign.values() for window in windows[::2]], strict=True)
     ]
     return [
         *(Case(f"home: {kind}", windows, "silent", itself) for kind, windows in home.items()),
@@ -171,7 +172,7 @@ def cases(model: nn.Module, tokenizer: Any, per_kind: int) -> list[Case]:
             for size, expected in UPDATES.items()
         ),
         Case("rotary scaling changed after attach", some[:8], "before", itself, slower_rotation),
-        Case("home, then Chinese or random tokens", turning, "tail", itself),
+        Case("home, then another language", turning, "tail", itself),
     ]
 
 
@@ -199,8 +200,9 @@ def outcome(case: Case, maps: RidgeMaps, split: int, report: Callable[[Sequence[
         len(records),
         sum(bool(record["alarm"]) for record in records),
         sum(bool(record["tail_alarm"]) for record in records),
-        [record["probe_rank"] for record in records if record["probe_rank"] is not None],
-        [record["tail_rank"] for record in records if record["tail_rank"] is not None],
+        [record["probe_outliers"] for record in records if record["probe_outliers"] is not None],
+        [record["tail_outliers"] for record in records if record["tail_outliers"] is not None],
+        [record["probe_likeliness"] for record in records if record["probe_likeliness"] is not None],
     )
 
 
@@ -228,26 +230,27 @@ def missed(outcomes: Sequence[Outcome]) -> list[str]:
 def print_table(console: Console, outcomes: Sequence[Outcome]) -> None:
     """One line for each case."""
 
-    def figures(ranks: list[float]) -> str:
-        if not ranks:
+    def figures(shares: list[float]) -> str:
+        if not shares:
             return "-"
-        at = torch.tensor(ranks).quantile(torch.tensor([0.0, 0.01, 0.5, 1.0])).tolist()
+        at = torch.tensor(shares).quantile(torch.tensor([0.0, 0.5, 0.99, 1.0])).tolist()
         return " ".join(f"{figure:.3f}" for figure in at)
 
-    table = Table(title="alarms by window; mean ranks: least, 1%, median, most")
-    for name in ("S", "case", "windows", "alarms before", "alarms in tails", "ranks before", "ranks in tails"):
+    table = Table(title="alarms by window; outliers: least, median, 99%, most; likeliness: least, most")
+    for name in ("S", "case", "windows", "alarms", "in tails", "outliers", "in tails", "likeliness"):
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     for found in outcomes:
         counts = (found.windows, found.alarms, found.tail_alarms)
-        ranks = (figures(found.probe_ranks), figures(found.tail_ranks))
-        table.add_row(str(found.split), found.case, *map(str, counts), *ranks)
+        shares = (figures(found.probe_outliers), figures(found.tail_outliers))
+        likeliness = f"{min(found.likeliness):.3f} {max(found.likeliness):.3f}" if found.likeliness else "-"
+        table.add_row(str(found.split), found.case, *map(str, counts), *shares, likeliness)
     console.print(table)
 
 
 @click.command(help=__doc__)
 @click.argument("maps", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--splits", default="20", show_default=True)
-@click.option("--per-kind", default=112, type=click.IntRange(min=4), show_default=True)
+@click.option("--per-kind", default=112, type=click.IntRange(min=12), show_default=True)
 @click.option("--threads", type=int)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write everything to this file.")
 def main(maps: Path | None, splits: str, per_kind: int, threads: int | None, json_path: Path | None) -> None:

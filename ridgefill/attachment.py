@@ -155,13 +155,13 @@ class Attachment:
         of the fill span ran exactly through every layer (``gates``: how many ran on at each gate; with share ``auto``,
         ``attention_mass``: what part of the tail's attention to the bulk they carry); when none did, ``selection`` says
         why. ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). With a guard,
-        ``probe_rank`` and ``tail_rank`` are its figures before the fill and behind it, ``alarm`` and ``tail_alarm``
-        what it makes of them, empty where that is nothing. Decode steps are counted in ``counters``, and do not replace
-        the prefill before them. ``rows_selected_again`` are rows that an
-        earlier call on the same cache had filled; where a call is not filled and only selects such rows, that is its
-        record. ``stream`` says where the streams of filled rows are kept, and ``stream_bytes`` what the last filled
-        cache keeps. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are the
-        times to launch. ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the last
+        ``probe_outliers`` and ``probe_likeliness`` are its figures before the fill, ``tail_outliers`` is that behind it
+        (`ridgefill.guard`), ``alarm`` and ``tail_alarm`` are what it makes of them, empty where that is nothing. Decode
+        steps are counted in ``counters``, and do not replace the prefill before them. ``rows_selected_again`` are rows
+        that an earlier call on the same cache had filled; where a call is not filled and only selects such rows, that
+        is its record. ``stream`` says where the streams of filled rows are kept, and ``stream_bytes`` what the last
+        filled cache keeps. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are
+        the times to launch. ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the last
         prefill's copies from there, ``map_copies`` has bytes, device times, and the share of copying that no product
         waited for (asking waits for that prefill's end).
         """
@@ -584,8 +584,9 @@ class Attachment:
             gates=gates,
             attention_mass=mass,
             selection=selection,
-            probe_rank=step.probe_rank,
-            tail_rank=step.tail_rank,
+            probe_outliers=step.probe_outliers,
+            probe_likeliness=step.probe_likeliness,
+            tail_outliers=step.tail_outliers,
             alarm=step.alarm,
             tail_alarm=step.tail_alarm,
             stream_bytes=0 if kept is None else kept.stream_bytes,
@@ -828,7 +829,7 @@ def attach(
                 for at, maps_there in zip(sorted(shares), resident, strict=True)
             ]
             selection = rows.selection_settings(layout, chosen)
-        guarded = None if guard == "off" else Guard.of(split_maps, layout, guard)
+        guarded = None if guard == "off" else Guard.of(split_maps, layout, guard, _output_embeddings(model))
         rule = FillRule(
             tail=tail,
             head=head,
@@ -888,6 +889,12 @@ def _check_hooks_see_tail(model: nn.Module | None) -> None:
             f"{type(model).__name__}.forward is compiled, which hides the tail from the hooks that select rows; attach "
             "with tier='speed', or let generate(compile_config=...) compile its decode steps alone"
         )
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    """What makes logits of the base model's output, where the model has it."""
+    found = getattr(model, "get_output_embeddings", lambda: None)()
+    return found if callable(found) else None
 
 
 def _holding(layout: DecoderLayout, backend: str, map_dtype: str, residency: str, slots: int) -> Holding:
@@ -1050,8 +1057,9 @@ def _record(
     gates: dict[int, int] | None = None,
     attention_mass: float | None = None,
     selection: str = "",
-    probe_rank: float | None = None,
-    tail_rank: float | None = None,
+    probe_outliers: float | None = None,
+    probe_likeliness: float | None = None,
+    tail_outliers: float | None = None,
     alarm: str = "",
     tail_alarm: str = "",
     stream_bytes: int = 0,
@@ -1067,8 +1075,9 @@ def _record(
         "gates": gates or {},
         "attention_mass": attention_mass,
         "selection": selection,
-        "probe_rank": probe_rank,
-        "tail_rank": tail_rank,
+        "probe_outliers": probe_outliers,
+        "probe_likeliness": probe_likeliness,
+        "tail_outliers": tail_outliers,
         "alarm": alarm,
         "tail_alarm": tail_alarm,
         "stream_bytes": stream_bytes,

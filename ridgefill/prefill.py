@@ -78,9 +78,10 @@ class Step:
     fill_start: int  # absolute positions in the cache, as the rule gives them
     fill_end: int
     probe_rows: int = 0  # the last rows before the bulk, for the guard
-    # What the guard found, before the fill and behind it: mean ranks, and in words what is out of range.
-    probe_rank: float | None = None
-    tail_rank: float | None = None
+    # What the guard found, before the fill and behind it: its figures, and in words what is out of range.
+    probe_outliers: float | None = None
+    probe_likeliness: float | None = None
+    tail_outliers: float | None = None
     alarm: str = ""
     tail_alarm: str = ""
     timings: dict[str, float] = field(default_factory=dict)
@@ -266,8 +267,12 @@ def predict_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> Itera
         yield layer_idx, predicted
 
 
-def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:
-    """The base model's own forward over rows ``[first, end)`` (absolute) of this call, into ``cache``."""
+def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> torch.Tensor:
+    """The base model's own forward over rows ``[first, end)`` (absolute) of this call, into ``cache``.
+
+    Returns:
+        What it makes of them, ``[batch, rows, d]``.
+    """
     cut = slice(first - step.cached_tokens, end - step.cached_tokens)
     kwargs: dict[str, Any] = {name: tensor[:, cut] for name, tensor in step.inputs.items()}
     if step.position_ids is not None:
@@ -275,7 +280,8 @@ def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Ca
     if step.padding is not None:
         kwargs["attention_mask"] = step.padding[:, :end]
     kwargs[settings.layout.cache_argument] = cache
-    settings.layout.base(**kwargs, use_cache=True)
+    hidden: torch.Tensor = settings.layout.base(**kwargs, use_cache=True)[0]
+    return hidden
 
 
 def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, Capture | None]:
@@ -293,9 +299,9 @@ def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, Capture
     fresh = DynamicCache(config=settings.layout.config) if settings.layout.recurrent else DynamicCache()
     cache = step.cache if step.cached_tokens else fresh
     with Capture(settings, stops=False) as capture:
-        run_base(settings, step, step.cached_tokens, step.fill_start, cache)
+        hidden = run_base(settings, step, step.cached_tokens, step.fill_start, cache)
     if settings.guard is not None:
-        settings.guard.check(settings, step, capture, cache)
+        settings.guard.check(settings, step, capture, cache, hidden)
     return (None, capture) if step.cached_tokens else (cache, None)
 
 
