@@ -161,9 +161,9 @@ class Attachment:
         that an earlier call on the same cache had filled; where a call is not filled and only selects such rows, that
         is its record. ``stream`` says where the streams of filled rows are kept, and ``stream_bytes`` what the last
         filled cache keeps. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are
-        the times to launch. ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the last
-        prefill's copies from there, ``map_copies`` has bytes, device times, and the share of copying that no product
-        waited for (asking waits for that prefill's end).
+        the times to launch. ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the
+        last prefill's copies from there, ``map_copies`` has bytes, device times, and the share of copying that no
+        product waited for (asking waits for that prefill's end).
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")

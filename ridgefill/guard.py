@@ -172,9 +172,8 @@ class Guard:
             count = min(predicted.shape[-2], exact.shape[-2])  # a sliding cache may keep fewer, or none
             if count:
                 predicted, exact = (keys[..., keys.shape[-2] - count :, :].float() for keys in (predicted, exact))
-                cosine = cosine_similarity(predicted, exact, dim=-1).mean(
-                    1
-                )  # over heads, as the fit does: [batch, rows]
+                # [batch, rows]: the mean over heads, as the fit takes it.
+                cosine = cosine_similarity(predicted, exact, dim=-1).mean(1)
                 found.append((~(cosine >= self.least_cosines[layer_idx])).float().mean(1))  # NaN is an outlier
         # Only now, with all layers' work queued, is a device waited for.
         return float(torch.stack([share.cpu() for share in found]).mean(0).max()) if found else None
