@@ -37,7 +37,7 @@ MODES = ("off", "warn", "exact")
 # Rows after the head that are compared. Keys of one row say little: its cosines differ by layer and token.
 PROBE_ROWS = 32
 # The share of outliers above which a fill is out of range. SmolLM2-135M, maps of the demo's three kinds of text, splits
-# 15, 18 and 20: of 432 held-out windows 0, 1 and 4 have more, all of them licences (docs/results.md); the least that a
+# 15, 18 and 20: of 432 held-out windows 0, 1 and 4 have more, all of them licences; the least that a
 # window of Chinese, French, German or Russian has is .33, .47 and .42, of weights changed by half their norm .82, .61
 # and .64. Random tokens have .01 to .17.
 _MOST_OUTLIERS = 0.3
