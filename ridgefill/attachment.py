@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from ridgefill import _core, caches, prefill, provenance, rows, turns
 from ridgefill.eligibility import FillRule, Signature, given_cache, prepare, step_rows
 from ridgefill.epilogue import EpilogueLayer, epilogue_layers
-from ridgefill.errors import AlreadyAttachedError, AttachError, FitError
-from ridgefill.features import STREAM, Features
+from ridgefill.errors import AlreadyAttachedError, AttachError, FitError, UnsupportedModelError
+from ridgefill.features import STREAM, Features, FeatureState
 from ridgefill.fused import FusedMaps, fused_maps
 from ridgefill.guard import MODES, PROBE_ROWS, Guard, OutOfRange
 from ridgefill.kernels import BACKENDS, choose_backend
-from ridgefill.layout import DecoderLayout, causal_lm, decoder_layout, fingerprint, model_shape
+from ridgefill.layout import DecoderLayout, causal_lm, compiled_forward, decoder_layout, fingerprint, model_shape
 from ridgefill.maps import RidgeMaps, SplitMaps
 from ridgefill.prefill import Bulk, FillSettings, Step
 from ridgefill.provenance import Provenance
@@ -88,6 +88,7 @@ class _Call:
     selection: rows.Selection | str = ""  # or, in words, why no row is selected
     again: bool = False  # nothing was filled: rows that an earlier call filled are selected
     tail_from: int | None = None  # then: from here on, all of them
+    features: FeatureState | None = None  # of a fill with a guard: goes on to those of the tail's rows
 
 
 class _Calls(threading.local):
@@ -153,14 +154,16 @@ class Attachment:
         is the tier that it ran in, which ``auto`` chooses at each call and a `request` may name. ``rows_selected`` rows
         of the fill span ran exactly through every layer (``gates``: how many ran on at each gate; with share ``auto``,
         ``attention_mass``: what part of the tail's attention to the bulk they carry); when none did, ``selection`` says
-        why. ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). Decode steps are
-        counted in ``counters``, and do not replace the prefill before them. ``rows_selected_again`` are rows that an
-        earlier call on the same cache had filled; where a call is not filled and only selects such rows, that is its
-        record. ``stream`` says where the streams of filled rows are kept, and ``stream_bytes`` what the last filled
-        cache keeps. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are the
-        times to launch. ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the last
-        prefill's copies from there, ``map_copies`` has bytes, device times, and the share of copying that no product
-        waited for (asking waits for that prefill's end).
+        why. ``gate`` is the map file's acceptance gate on these settings, in words (`ridgefill gate`). With a guard,
+        ``probe_outliers`` and ``probe_likeliness`` are its figures before the fill, ``tail_outliers`` is that behind it
+        (`ridgefill.guard`), ``alarm`` and ``tail_alarm`` are what it makes of them, empty where that is nothing. Decode
+        steps are counted in ``counters``, and do not replace the prefill before them. ``rows_selected_again`` are rows
+        that an earlier call on the same cache had filled; where a call is not filled and only selects such rows, that
+        is its record. ``stream`` says where the streams of filled rows are kept, and ``stream_bytes`` what the last
+        filled cache keeps. ``timings`` are wall times of the calling thread; on a GPU, which works behind it, they are
+        the times to launch. ``map_bytes`` lie on the model's devices, ``host_map_bytes`` in pinned host memory; of the
+        last prefill's copies from there, ``map_copies`` has bytes, device times, and the share of copying that no
+        product waited for (asking waits for that prefill's end).
         """
         with self._lock:
             last = self.history[-1] if self.history else _record("no prefill has been seen yet")
@@ -214,7 +217,8 @@ class Attachment:
 
         Raises:
             AttachError: the attachment cannot run this tier, or a number is out of range.
-            UnsupportedModelError: exact_spans with an attention implementation that takes no mask for single rows.
+            UnsupportedModelError: exact_spans with an attention implementation that takes no mask for single rows, or
+                with a compiled forward.
         """
         known = {"exact", self.tier} | ({"speed"} if self.tier in ("auto", "quality") else set())
         if tier is not None and tier not in known:
@@ -229,6 +233,7 @@ class Attachment:
             raise AttachError(f"request: exact_spans are (from, to) with 0 <= from < to, found {wrong[0]}")
         if spans:
             rows.check_masks(self.settings.layout)
+            _check_hooks_see_tail(self.model())
         asked = _Request(tier or self.tier, tail or self.rule.tail, spans)
         # A tier that selects rows has these hooks on all the time.
         waits = spans and self.selection is None
@@ -357,7 +362,8 @@ class Attachment:
     def _go_on(self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache, record: Provenance) -> None:
         """A call on a cache that was filled: note its rows; where that is due, let them choose among filled ones."""
         if (call := self._calls.current) is not None:  # this call fills: what is left of it is the tail
-            self._calls.turn = turns.Turn(self.settings, self._token, cache, record, call.step_end - call.step.fill_end)
+            count, watched = call.step_end - call.step.fill_end, call.features is not None
+            self._calls.turn = turns.Turn(self.settings, self._token, cache, record, count, watched=watched)
             return
         count = step_rows(self.signature, args, kwargs)
         if count == 1 and not (record.keeps or record.cropped):
@@ -461,6 +467,8 @@ class Attachment:
             settings = replace(settings, selects_rows=choice is not None)
         if (bulk := self._filled(call, settings)) is None:
             return None
+        if settings.guard is not None:
+            call.features = bulk.tail_features
         if choice is not None:
             wide_step, wide_bulk, groups = turns.with_earlier(settings, step, bulk)
             call.selection = rows.await_tail(settings, choice, wide_step, wide_bulk, request.exact_spans, groups)
@@ -479,19 +487,32 @@ class Attachment:
         except BaseException:
             self._abandon()
             raise
-        if call.step.alarm:
-            self._alarm(call.step.alarm)
+        self._alarm(call.step.alarm)
         argument = settings.layout.cache_argument
         provenance.remember_fill(call.step, bulk, owner=self._token, stream=self.stream, cache_argument=argument)
         call.tail_started = time.perf_counter()
         return bulk
 
-    def _alarm(self, alarm: str) -> None:
+    def _alarm(self, alarm: str, event: str = "guard alarms") -> None:
+        """Count what the guard found, where it found something, and log it once for each event."""
+        if not alarm:
+            return
         with self._lock:
-            first = not self.counters["guard alarms"]
-            self.counters["guard alarms"] += 1
+            first = not self.counters[event]
+            self.counters[event] += 1
         if first:
             _log.warning("the guard: %s (guard=%r)", alarm, self.settings.guard and self.settings.guard.mode)
+
+    def _check_tail(self, call: _Call, turn: turns.Turn) -> None:
+        """Let the guard compare the tail's first rows, where it is on and they were seen."""
+        guard, step = self.settings.guard, call.step
+        if guard is None or call.features is None or (tail := turn.first_rows(PROBE_ROWS)) is None:
+            return
+        started = time.perf_counter()
+        tail.tail_features = call.features
+        guard.check_tail(self.settings, step, tail, call.step_end - tail.first_row - tail.stream.shape[1])
+        self._alarm(step.tail_alarm, "guard alarms in tails")
+        step.timings["tail_check_ms"] = 1e3 * (time.perf_counter() - started)
 
     def _plan(self, request: _Request, cache: Any, rows: int) -> tuple[bool, str]:
         """Whether a prefill of ``rows`` more rows may be filled, and why in the planner's words (tier auto alone)."""
@@ -528,6 +549,8 @@ class Attachment:
             return
         self._calls.current, rows.WAITING.selection = None, None
         step, now, selection = call.step, time.perf_counter(), call.selection
+        if turn is not None:
+            self._check_tail(call, turn)
         kept = provenance.of(step.cache)
         selected, again, gates, mass = 0, 0, dict[int, int](), None
         if isinstance(selection, rows.Selection):
@@ -561,7 +584,11 @@ class Attachment:
             gates=gates,
             attention_mass=mass,
             selection=selection,
+            probe_outliers=step.probe_outliers,
+            probe_likeliness=step.probe_likeliness,
+            tail_outliers=step.tail_outliers,
             alarm=step.alarm,
+            tail_alarm=step.tail_alarm,
             stream_bytes=0 if kept is None else kept.stream_bytes,
             timings={
                 **step.timings,
@@ -676,7 +703,8 @@ def attach(
             device in tiers that select rows, which need it, nowhere in the others.
         guard: whether each fill first compares predicted and exact keys of the 32 rows after the head, which then run
             exactly, with the file's held-out figures (`ridgefill.guard`): where they are worse, ``warn`` fills, counts
-            and logs it, and ``exact`` runs the call stock.
+            and logs it, and ``exact`` runs the call stock. The tail's first 32 rows are compared behind the fill, and
+            only counted and logged.
         tile: a fill has a multiple of this many rows. Transformers' own scans of recurrent layers are exact at any
             length; 1 leaves it at that. Kernels that are not declare their chunk here, 64 for example.
         state_correction: how much of the file's corrections the recurrent states of late layers get behind a bulk
@@ -743,6 +771,8 @@ def attach(
         if model in _ATTACHED:
             raise AlreadyAttachedError(f"{type(model).__name__} already has maps attached; call detach() first")
         layout = decoder_layout(model)
+        if selects:
+            _check_hooks_see_tail(model)
         if stream == "host" and (reason := host_obstacle(next(layout.layers[-1].parameters()).device)):
             raise AttachError(f"stream 'host' cannot run: {reason}; stream='device' keeps streams where they are made")
         loaded = maps if isinstance(maps, RidgeMaps) else RidgeMaps.load(maps)
@@ -799,7 +829,7 @@ def attach(
                 for at, maps_there in zip(sorted(shares), resident, strict=True)
             ]
             selection = rows.selection_settings(layout, chosen)
-        guarded = None if guard == "off" else Guard.of(split_maps, layout, guard)
+        guarded = None if guard == "off" else Guard.of(split_maps, layout, guard, _output_embeddings(model))
         rule = FillRule(
             tail=tail,
             head=head,
@@ -846,6 +876,25 @@ def attach(
     for message in warnings:
         _log.warning("%s", message)
     return attachment
+
+
+def _check_hooks_see_tail(model: nn.Module | None) -> None:
+    """Refuse to select rows inside a tail that no hook sees.
+
+    Raises:
+        UnsupportedModelError: the model's forward is compiled.
+    """
+    if compiled_forward(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}.forward is compiled, which hides the tail from the hooks that select rows; attach "
+            "with tier='speed', or let generate(compile_config=...) compile its decode steps alone"
+        )
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    """What makes logits of the base model's output, where the model has it."""
+    found = getattr(model, "get_output_embeddings", lambda: None)()
+    return found if callable(found) else None
 
 
 def _holding(layout: DecoderLayout, backend: str, map_dtype: str, residency: str, slots: int) -> Holding:
@@ -1008,7 +1057,11 @@ def _record(
     gates: dict[int, int] | None = None,
     attention_mass: float | None = None,
     selection: str = "",
+    probe_outliers: float | None = None,
+    probe_likeliness: float | None = None,
+    tail_outliers: float | None = None,
     alarm: str = "",
+    tail_alarm: str = "",
     stream_bytes: int = 0,
     timings: dict[str, float] | None = None,
 ) -> dict[str, Any]:
@@ -1022,7 +1075,11 @@ def _record(
         "gates": gates or {},
         "attention_mass": attention_mass,
         "selection": selection,
+        "probe_outliers": probe_outliers,
+        "probe_likeliness": probe_likeliness,
+        "tail_outliers": tail_outliers,
         "alarm": alarm,
+        "tail_alarm": tail_alarm,
         "stream_bytes": stream_bytes,
         "timings": timings or {},
     }

@@ -127,6 +127,16 @@ def causal_lm(model: nn.Module) -> nn.Module:
     return inner
 
 
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile has a module's call, hooks and all: ``compile(module)`` or ``module.compile()``."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def compiled_forward(module: Any) -> bool:
+    """Whether a module's forward alone is compiled: ``module.forward = torch.compile(module.forward)``."""
+    return hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+
+
 def decoder_layout(model: nn.Module) -> DecoderLayout:
     """Find the decoder of a Hugging Face causal language model, or the one inside a multimodal model.
 
@@ -142,8 +152,9 @@ def decoder_layout(model: nn.Module) -> DecoderLayout:
     # A multimodal base merges images into the embeddings and hands them to its language model.
     decoder = getattr(base, "language_model", base)
     layers = getattr(decoder, "layers", None)
-    parts = [model, base, decoder, *(layers if isinstance(layers, nn.ModuleList) else ())]
-    if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in parts):
+    inner = [base, decoder, *(layers if isinstance(layers, nn.ModuleList) else ())]
+    # A forward of the whole model that is compiled alone is all right: its hooks run outside of it.
+    if any(is_compiled(part) for part in (model, *inner)) or any(compiled_forward(part) for part in inner):
         raise UnsupportedModelError(
             f"{name} is compiled by torch.compile, which hooks cannot see into; attach to the uncompiled model"
         )

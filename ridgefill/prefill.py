@@ -78,7 +78,12 @@ class Step:
     fill_start: int  # absolute positions in the cache, as the rule gives them
     fill_end: int
     probe_rows: int = 0  # the last rows before the bulk, for the guard
-    alarm: str = ""  # what the guard found, in words
+    # What the guard found, before the fill and behind it: its figures, and in words what is out of range.
+    probe_outliers: float | None = None
+    probe_likeliness: float | None = None
+    tail_outliers: float | None = None
+    alarm: str = ""
+    tail_alarm: str = ""
     timings: dict[str, float] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)  # of maps that lie in host memory
 
@@ -95,7 +100,8 @@ class Capture:
     """Records what the base model does on this thread while the ``with`` block runs it.
 
     Its hooks are on the model for only so long: a call that fills nothing does not meet them. Another thread's forward
-    passes by them: two threads may generate on one model.
+    passes by them: two threads may generate on one model. So does one that torch.compile traces, of which nothing is
+    recorded.
 
     Args:
         settings: the attachment's choices.
@@ -125,7 +131,9 @@ class Capture:
             self._handles.pop().remove()
 
     def _on_split_layer(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
+        import torch
+
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         stream = args[0] if args else kwargs["hidden_states"]
         layer_kwargs = {name: v for name, v in kwargs.items() if name not in ("hidden_states", "attention_mask")}
@@ -134,7 +142,9 @@ class Capture:
         self.stream, self.layer_kwargs = stream, layer_kwargs
 
     def _on_rotary(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        if threading.get_ident() == self._thread:
+        import torch
+
+        if not torch.compiler.is_compiling() and threading.get_ident() == self._thread:
             self.rotary_outputs.append(output)
 
 
@@ -160,7 +170,8 @@ class Bulk:
         true_inputs: every late layer's true block input (tier ``plumb``), else None.
         before: the pass over a continued call's exact rows before ``first_row``, where there are any.
         window_rows: what late layers whose cache slides would drop, where rows are to be selected.
-        tail_features: goes on to the features of the rows after the bulk, once the late layers are written.
+        tail_features: goes on to the features of the rows after the bulk, once the late layers are written; where it is
+            given before that, it goes on to the features of the bulk's own.
     """
 
     first_row: int
@@ -245,7 +256,8 @@ def predict_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> Itera
     Layers that keep a state have scanned the rows into that of ``step.cache`` when they are yielded.
     """
     # All of x at once: as wide as the stream times the features, and what every late layer's map reads.
-    bulk.tail_features = FeatureState(settings.features, None if bulk.before is None else bulk.before.stream)
+    if bulk.tail_features is None:
+        bulk.tail_features = FeatureState(settings.features, None if bulk.before is None else bulk.before.stream)
     visible = None if step.padding is None else step.padding[:, bulk.first_row : step.fill_end].bool()
     x = bulk.tail_features.extend(bulk.stream, visible)  # [batch, rows from first_row, n_in]
     blocks = {} if settings.fused is None else _fused_blocks(settings, settings.fused, step, bulk, x)
@@ -255,8 +267,12 @@ def predict_late_layers(settings: FillSettings, step: Step, bulk: Bulk) -> Itera
         yield layer_idx, predicted
 
 
-def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> None:
-    """The base model's own forward over rows ``[first, end)`` (absolute) of this call, into ``cache``."""
+def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Cache) -> torch.Tensor:
+    """The base model's own forward over rows ``[first, end)`` (absolute) of this call, into ``cache``.
+
+    Returns:
+        What it makes of them, ``[batch, rows, d]``.
+    """
     cut = slice(first - step.cached_tokens, end - step.cached_tokens)
     kwargs: dict[str, Any] = {name: tensor[:, cut] for name, tensor in step.inputs.items()}
     if step.position_ids is not None:
@@ -264,7 +280,8 @@ def run_base(settings: FillSettings, step: Step, first: int, end: int, cache: Ca
     if step.padding is not None:
         kwargs["attention_mask"] = step.padding[:, :end]
     kwargs[settings.layout.cache_argument] = cache
-    settings.layout.base(**kwargs, use_cache=True)
+    hidden: torch.Tensor = settings.layout.base(**kwargs, use_cache=True)[0]
+    return hidden
 
 
 def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, Capture | None]:
@@ -282,9 +299,9 @@ def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, Capture
     fresh = DynamicCache(config=settings.layout.config) if settings.layout.recurrent else DynamicCache()
     cache = step.cache if step.cached_tokens else fresh
     with Capture(settings, stops=False) as capture:
-        run_base(settings, step, step.cached_tokens, step.fill_start, cache)
+        hidden = run_base(settings, step, step.cached_tokens, step.fill_start, cache)
     if settings.guard is not None:
-        settings.guard.check(settings, step, capture, cache)
+        settings.guard.check(settings, step, capture, cache, hidden)
     return (None, capture) if step.cached_tokens else (cache, None)
 
 

@@ -107,7 +107,8 @@ def run_rows(
     import torch
 
     layout = settings.layout
-    visible = None if step.padding is None else step.padding[:, : step.fill_end].bool()  # [batch, fill_end]
+    # [batch, fill_end]
+    visible = None if step.padding is None else step.padding[:, : step.fill_end].to(rows.device).bool()
     if drop_unselected:
         kept = torch.arange(step.fill_end, device=rows.device) < step.fill_start
         kept = kept.expand(len(rows), -1).scatter(1, rows, True)

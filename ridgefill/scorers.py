@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -104,12 +106,13 @@ class TailView:
         First over all tail queries, then over the last ``last_queries`` of them.
         """
         queries, step = self._queries(layer_idx), self._step
-        return largest_log_attention(queries, step.fill_start, step.fill_end, step.padding, last_queries)
+        found = largest_log_attention(queries, step.fill_start, step.fill_end, step.padding, last_queries)
+        return found[0].to(self.device), found[1].to(self.device)  # layers may lie on several devices
 
     def mean_attention(self, layer_idx: int) -> torch.Tensor:
         """The mean probability that heads and queries give each bulk row: ``[batch, bulk]``."""
         queries, step = self._queries(layer_idx), self._step
-        return mean_attention(queries, step.fill_start, step.fill_end, step.padding)
+        return mean_attention(queries, step.fill_start, step.fill_end, step.padding).to(self.device)
 
     def _queries(self, layer_idx: int) -> Queries:
         if layer_idx in self._seen:
@@ -294,7 +297,7 @@ def _log_attention(
     grouped = (queries.query * queries.scaling).reshape(batch, kv_heads, group, tail, width)
     keys = queries.key.transpose(-1, -2)  # [batch, kv, d, columns]
     later = torch.ones(tail, columns - fill_end, dtype=torch.bool, device=keys.device).triu(1)  # a tail row's future
-    pads = None if padding is None else ~padding[:, None, None, None, :columns].bool()
+    pads = None if padding is None else ~padding[:, None, None, None, :columns].bool().to(keys.device)
     step = max(1, _SCORE_BYTES // (4 * batch * heads * columns))
     for start in range(part.start, part.stop, step):
         rows = slice(start, min(start + step, part.stop))
@@ -333,6 +336,15 @@ class _JoinedCache:
         return torch.cat([before_keys, keys], dim=-2), torch.cat([before_values, values], dim=-2)
 
 
+def _own_copy(module: nn.Module) -> Any:
+    """A shallow copy that runs itself: accelerate hangs a forward on a module that is bound to that very one."""
+    other: Any = copy.copy(module)
+    if isinstance(forward := vars(module).get("forward"), functools.partial) and "_old_forward" in vars(module):
+        other._old_forward = types.MethodType(type(module).forward, other)
+        other.forward = functools.partial(forward.func, other)  # it still moves what it is given
+    return other
+
+
 class QueryReader:
     """Reads a decoder layer's queries and keys with the layer's own norms, projections and rotary embedding.
 
@@ -350,10 +362,10 @@ class QueryReader:
             raise UnsupportedModelError(
                 f"layer {layer_idx}: cannot find the attention of a {type(layer).__name__} to read its queries"
             )
-        attention: Any = copy.copy(layer.get_submodule(names[0]))
+        attention = _own_copy(layer.get_submodule(names[0]))
         attention.config = copy.copy(attention.config)
         attention.config._attn_implementation = _QUERIES_ONLY
-        self._layer: Any = copy.copy(layer)
+        self._layer = _own_copy(layer)
         self._layer._modules = {**layer._modules, names[0]: attention}
         self._cache_argument = layout.cache_argument
         self._name = f"{type(layer).__name__} {layer_idx}"

@@ -33,7 +33,8 @@ LEAST_TURN_ROWS = 8
 class Turn:
     """One forward over a cache that has a record, from before it begins: notes its rows once it is closed.
 
-    ``mask`` is the call's attention mask, where it has one of its own; a decode step's says nothing new.
+    ``mask`` is the call's attention mask, where it has one of its own; a decode step's says nothing new. ``watched``:
+    `first_rows` are wanted, also where the record keeps none.
 
     Attributes:
         start: the rows that the cache has before it.
@@ -41,7 +42,15 @@ class Turn:
     """
 
     def __init__(
-        self, settings: FillSettings, owner: str, cache: Cache, record: Provenance, count: int, mask: Any = None
+        self,
+        settings: FillSettings,
+        owner: str,
+        cache: Cache,
+        record: Provenance,
+        count: int,
+        mask: Any = None,
+        *,
+        watched: bool = False,
     ) -> None:
         self._settings, self._cache, self._count = settings, cache, count
         record.belong_to(owner)
@@ -54,7 +63,8 @@ class Turn:
             else:
                 record.padding = padding
         self.hooks = ExitStack()
-        self._capture = self.hooks.enter_context(Capture(settings, stops=False)) if record.keeps else None
+        self._keeps = record.keeps
+        self._capture = self.hooks.enter_context(Capture(settings, stops=False)) if self._keeps or watched else None
 
     def due(self, record: Provenance, tail: int, choice: SelectionSettings | None) -> tuple[bool, int | None]:
         """Whether these rows choose anew, and from which position on filled rows lie in their tail, if any does."""
@@ -74,10 +84,22 @@ class Turn:
         record = provenance.of(self._cache)
         if not ran or record is None:
             return
-        kept = None
-        if self._capture is not None and self._capture.stream is not None:
-            kept = Kept.of(self.start, self._capture, self._settings.layout.cache_argument)
-        record.note(self.start, self._count, kept)
+        record.note(self.start, self._count, self._seen() if self._keeps else None)
+
+    def first_rows(self, count: int) -> Bulk | None:
+        """What the late layers' rows of the first ``count`` rows, or all of fewer, can be predicted from.
+
+        None where no hook has seen them run.
+        """
+        seen = self._seen()
+        if seen is None:
+            return None
+        return _bulk(seen if seen.end <= self.start + count else seen.before(self.start + count))
+
+    def _seen(self) -> Kept | None:
+        if self._capture is None or self._capture.stream is None:
+            return None
+        return Kept.of(self.start, self._capture, self._settings.layout.cache_argument)
 
     def __enter__(self) -> Turn:
         return self

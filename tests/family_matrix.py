@@ -28,7 +28,7 @@ CACHES: dict[str, Any] = {
     "static": lambda config: StaticCache(config=config, max_cache_len=ROWS + 8),
 }
 PADDINGS = ("none", "left")
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Cell(NamedTuple):
@@ -73,8 +73,8 @@ def rows_filled(cell: Cell) -> int:
     """The rows that tier plumb fills in a cell.
 
     Raises:
-        AssertionError: none, or its logits are not stock's: within float32's rounding the largest difference, in
-            bfloat16 (where one rounding may send a row to another expert) the relative error over all of the tail.
+        AssertionError: none, or its logits are not stock's: within float32's rounding the largest difference, in half
+            precision (where one rounding may send a row to another expert) the relative error over all of the tail.
     """
     model = _model(cell.family, cell.dtype)
     ids, mask = inputs(cell.padding)
@@ -124,6 +124,45 @@ In every cell tier `plumb`, the fill fed with the true inputs, gives stock's log
 Padding: none, or left; pads count as head. A dash: stock itself needs the config, which tells the cache of states.
 
 """
+_HOW = """
+## How it is called
+
+Each line is a test in tests/test_calls.py, tests/test_runtimes.py or tests/test_families.py. Where a call runs stock,
+`status()["reason"]` has the words; where a model is refused, `attach` raises them.
+
+"""
+_CALLS = [
+    (
+        "`generate`: greedy, sampled, beams, several sequences, assisted; `pipeline()`; with an earlier turn's cache",
+        "fills; in assisted decoding target and draft",
+    ),
+    (
+        "`generate` with a static cache, which compiles its decode steps on a GPU",
+        "fills; the steps are whole graphs, as without an attachment. They pass by the hooks: they are not counted, "
+        "and `repair` says that their rows are missing",
+    ),
+    (
+        "`model.forward = torch.compile(model.forward)`",
+        'fills, decode steps as above; tier `quality` and `exact_spans` are refused: "forward is compiled"',
+    ),
+    ("a model, base model or layer that is compiled otherwise", 'refused: "is compiled by torch.compile"'),
+    (
+        "layers placed by accelerate (`device_map`)",
+        "fills; tested with its hooks on every module, all of them on one device",
+    ),
+    (
+        "weights offloaded to the host or to disk",
+        'refused: "keeps weights off their device", "keeps layers on disk"; once attached, stock: "is now on meta"',
+    ),
+    ("`attn_implementation` `sdpa` or `eager`", "fills"),
+    (
+        "`flex_attention`",
+        "fills; tier `quality` and `exact_spans` are refused, and the block mask that `generate` hands over with a "
+        'static cache runs stock: "the attention mask is BlockMask"',
+    ),
+    ("quantised linears; a PEFT model's `generate`", "fills; PEFT's own forward passes by the hooks"),
+    ("a multimodal model", "text-only calls fill; with images stock: \"the argument 'pixel_values' is given\""),
+]
 _REFUSALS = """
 ## What is refused
 
@@ -147,13 +186,15 @@ def page(filled: Mapping[Cell, int]) -> str:
         quality = "yes" if family.quality_refused is None else f"no: {family.quality_refused}"
         about.append((name, f"`{family.model}`", family.shows, family.writers, quality))
         matrix.append((name, *(str(filled.get(Cell(name, *column), "–")) for column in _COLUMNS)))
-    short = {"float32": "f32", "bfloat16": "bf16"}
+    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
     columns = [f"{cache}, {padding}, {short[dtype]}" for cache, padding, dtype in _COLUMNS]
     return (
         _TOP
         + table(["family", "class", "what it shows", "writers", "tier `quality`"], about)
         + _MATRIX
         + table(["family", *columns], matrix)
+        + _HOW
+        + table(["call", "what happens"], _CALLS)
         + _REFUSALS
         + table(["family", "class", "what it shows", "reason"], refused)
     )

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import SPLIT, call, left_padded, prompt, random_maps, tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import ridgefill
-from ridgefill.demo import calibration_texts, standard_texts
+from ridgefill import guard as guard_module
+from ridgefill.demo import calibration_texts
 from ridgefill.errors import AttachError
-from ridgefill.guard import PROBE_ROWS
+from ridgefill.guard import PROBE_ROWS, Guard
 from ridgefill.maps import RidgeMaps
 
 ROWS, TAIL, HEAD, MIN_BULK = 80, 8, 4, 8
@@ -26,13 +30,14 @@ FILLED = ROWS - TAIL - HEAD - PROBE_ROWS
 
 
 @functools.cache
-def fitted(family: str, features: tuple[str, ...] = ("stream",)) -> tuple[nn.Module, RidgeMaps]:
+def fitted(
+    family: str, features: tuple[str, ...] = ("stream",), window: int = HEAD + PROBE_ROWS
+) -> tuple[nn.Module, RidgeMaps]:
     """A model calm enough that a map fits it (smaller weights, larger embeddings), and its maps for words of letters.
 
     Windows are as long as head and probe rows: in so small a model a row's place says more than its text.
     """
     model = tiny_model(family, initializer_range=0.08)
-    window = HEAD + PROBE_ROWS
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0, 1, generator=torch.Generator().manual_seed(0))
     texts = [random_text(window, seed) for seed in range(160)]
@@ -40,6 +45,13 @@ def fitted(family: str, features: tuple[str, ...] = ("stream",)) -> tuple[nn.Mod
         model, byte_tokenizer(), texts, (SPLIT,), window_tokens=window, features=features, gains="none", held_out=1 / 4
     )
     return model, maps
+
+
+@pytest.fixture(autouse=True)
+def _no_language(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """To a model of random weights no token is likelier than others."""
+    if not request.node.name.startswith("test_real_weights"):
+        monkeypatch.setattr(guard_module, "_LEAST_LIKELINESS", 0.0)
 
 
 def tokens(text: str) -> torch.Tensor:
@@ -88,10 +100,10 @@ def test_another_kind_of_text_is_caught(kind: str, turns: int, mode: str, caplog
             status = attachment.status()
             if mode == "warn":
                 assert status["rows_filled"] == FILLED + (HEAD if turns == 2 else 0)
-                assert "(mean rank 0." in status["alarm"]
+                assert "(at home 1%, at most 30%)" in status["alarm"]
                 continue
             assert status["rows_filled"] == 0
-            assert status["reason"].startswith("the guard: keys of the 32 rows after the head ")
+            assert status["reason"].startswith("the guard: keys of the 32 rows after the head: ")
             stock = DynamicCache(config=model.config)
             with attachment.request(tier="exact"):
                 if turns == 2:
@@ -100,7 +112,7 @@ def test_another_kind_of_text_is_caught(kind: str, turns: int, mode: str, caplog
             assert cache.get_seq_length() == stock.get_seq_length()
         assert attachment.status()["counters"]["guard alarms"] == 20
         assert attachment.status()["guard"] == mode
-    assert caplog.text.count("the guard: ") == 1, "a kind of alarm is logged once"
+    assert caplog.text.count("the guard: keys of the 32 rows after the head") == 1, "a kind of alarm is logged once"
 
 
 @pytest.mark.parametrize("features", [("stream",), ("stream", "previous:1")], ids=["stream", "previous"])
@@ -124,6 +136,140 @@ def test_padding_turns_and_features_are_compared_row_for_row(features: tuple[str
         cache = attachment.prefill(prompt(ROWS), n_ahead=40, cache=cache)
         assert attachment.status()["counters"]["guard alarms"] == 1
         assert cache.get_seq_length() == 2 * ROWS
+
+
+def test_one_sequence_of_a_batch_is_enough() -> None:
+    model, maps = fitted("llama")
+    batch = torch.cat([*(tokens(random_text(ROWS, 300 + seed)) for seed in range(7)), tokens(other_alphabet(3))])
+    with ridgefill.attach(model, maps, guard="exact", **SETTINGS) as attachment:
+        run(model, batch[:7])
+        assert attachment.status()["rows_filled"] == FILLED
+        run(model, batch)
+        assert attachment.status()["reason"].startswith("the guard: ")
+
+
+def test_tokens_that_are_no_likelier_than_others_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likeliness is the share of the vocabulary with a lower logit than the next token, of the probe rows alone."""
+    model, maps = fitted("llama")
+    ids = torch.cat([tokens(random_text(ROWS, seed)) for seed in range(3)])
+    with torch.no_grad():
+        logits = model(ids).logits
+    rows = slice(HEAD, HEAD + PROBE_ROWS)
+    following = ids[:, HEAD + 1 : HEAD + PROBE_ROWS + 1]
+    own = logits[:, rows].gather(-1, following.unsqueeze(-1))
+    expected = (logits[:, rows] < own).float().mean((1, 2)).min()
+    with ridgefill.attach(model, maps, guard="exact", **SETTINGS) as attachment:
+        run(model, ids)
+        assert attachment.status()["probe_likeliness"] == pytest.approx(float(expected), abs=1e-6)
+        with torch.no_grad():
+            model(inputs_embeds=model.get_input_embeddings()(ids), use_cache=True, logits_to_keep=1)
+        assert attachment.status()["rows_filled"] == FILLED
+        assert attachment.status()["probe_likeliness"] is None, "embeddings do not say which tokens follow"
+        monkeypatch.setattr(guard_module, "_LEAST_LIKELINESS", float(expected) + 0.01)
+        run(model, ids)
+        assert attachment.status()["rows_filled"] == 0
+        assert "likelier than" in attachment.status()["reason"]
+
+
+LONG, LONG_TAIL = 160, 48
+
+
+@functools.cache
+def fitted_long(family: str, features: tuple[str, ...] = ("stream",)) -> tuple[nn.Module, RidgeMaps]:
+    """The same for prompts of ``LONG`` rows, whose tails are compared."""
+    return fitted(family, features, LONG)
+
+
+def long_text(seed: int) -> torch.Tensor:
+    return torch.tensor([byte_tokenizer()(random_text(LONG, seed))["input_ids"][:LONG]])
+
+
+def caches_of(config: Any) -> dict[str, Any]:
+    return {
+        "plain": DynamicCache(),
+        "by config": DynamicCache(config=config),
+        "static": StaticCache(config=config, max_cache_len=LONG + 8),
+    }
+
+
+def test_a_tail_of_another_kind_is_caught_behind_the_fill(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt that begins like those of the fit: the rows after its head say nothing of what follows."""
+    model, maps = fitted_long("llama")
+    settings = {**SETTINGS, "tail": LONG_TAIL}
+    with ridgefill.attach(model, maps, guard="exact", **settings) as attachment:
+        for seed in range(20):
+            run(model, long_text(500 + seed))
+        own = attachment.status()["counters"]
+        assert own["filled"] == 20
+        assert own.get("guard alarms in tails", 0) == 0
+        assert attachment.status()["tail_outliers"] < 0.1
+        for seed in range(20):
+            ids = long_text(600 + seed)
+            ids[:, 60:] = prompt(LONG - 60, seed=seed)
+            run(model, ids)
+            status = attachment.status()
+            assert status["alarm"] == ""
+            assert status["rows_filled"] == LONG - LONG_TAIL - HEAD - PROBE_ROWS, "the call is done: it stays filled"
+            assert status["tail_alarm"].startswith("keys of the tail's first 32 rows: ")
+            assert status["tail_outliers"] > 0.3 > status["probe_outliers"]
+        assert attachment.status()["counters"]["guard alarms in tails"] == 20
+    assert caplog.text.count("the guard: keys of the tail's first 32 rows") == 1
+    with ridgefill.attach(model, maps, **settings) as attachment:
+        run(model, ids)
+        assert (attachment.status()["tail_outliers"], attachment.status()["tail_alarm"]) == (None, "")
+
+
+@pytest.mark.parametrize("features", [("stream",), ("stream", "previous:1")], ids=["stream", "previous"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_tails_are_compared_row_for_row(family: str, features: tuple[str, ...]) -> None:
+    """Caches that keep all rows or a window, pads, cached beginnings, other tiers: the same rows, or fewer of them."""
+    model, maps = fitted_long(family, features)
+    ids = long_text(7)
+    _, mask = left_padded(LONG, (0, 5))
+    batch = torch.cat([ids, long_text(8)])
+    batch[1, :5] = 0
+
+    def outliers(attachment: ridgefill.Attachment) -> float:
+        status = attachment.status()
+        assert status["rows_filled"] > 0, status["reason"]
+        assert status["tail_alarm"] == ""
+        return float(status["tail_outliers"])
+
+    # Of the tail's rows a cache of gemma3's by config holds the last window alone: 24 rows of 48, none of the first.
+    with ridgefill.attach(model, maps, guard="exact", **{**SETTINGS, "tail": LONG_TAIL}) as attachment:
+        found = {}
+        for kind, cache in caches_of(model.config).items():
+            run(model, ids, None, cache)
+            found[kind] = outliers(attachment)
+        assert found["by config"] == pytest.approx(found["static"], abs=0.05)
+        if family == "llama":
+            assert found["plain"] == pytest.approx(found["by config"], abs=0.05)
+        run(model, batch, mask)
+        assert outliers(attachment) < 0.2
+        with attachment.request(tail=20):  # all of a tail that is shorter than the sample
+            run(model, ids)
+            assert outliers(attachment) < 0.2
+    if features == ("stream",):
+        with ridgefill.attach(
+            model, maps, guard="exact", tier="quality", share=0.2, **{**SETTINGS, "tail": LONG_TAIL}
+        ) as attachment:
+            run(model, ids)
+            assert outliers(attachment) < 0.2
+
+
+def test_a_tail_one_row_off_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, maps = fitted_long("llama")
+    check_tail = Guard.check_tail
+
+    def one_off(self: Guard, settings: Any, step: Any, tail: Any, rows_behind: int) -> None:
+        check_tail(self, settings, step, tail, rows_behind - 1)
+
+    with ridgefill.attach(model, maps, guard="warn", **{**SETTINGS, "tail": LONG_TAIL}) as attachment:
+        run(model, long_text(7))
+        assert attachment.status()["tail_alarm"] == ""
+        monkeypatch.setattr(Guard, "check_tail", one_off)
+        run(model, long_text(7))
+        assert attachment.status()["tail_alarm"]
 
 
 def test_weights_that_changed_after_the_fit_are_caught() -> None:
@@ -180,40 +326,41 @@ def test_the_guard_is_off_unless_asked_for() -> None:
         assert attachment.status()["rows_filled"] == FILLED + PROBE_ROWS
 
 
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benches"))
+    return importlib.import_module("guard")
+
+
+def test_the_bench_names_what_it_misses(bench: Any) -> None:
+    def found(case: str, expected: str, alarms: int, tail_alarms: int) -> Any:
+        return bench.Outcome(20, case, expected, 100, alarms, tail_alarms, [], [], [])
+
+    fine = [
+        found("home: docs", "silent", 0, 2),
+        found("home: code", "silent", 2, 0),
+        found("noise", "before", 100, 0),
+        found("turning", "tail", 0, 100),
+        found("a little", "shown", 3, 4),
+    ]
+    assert bench.home(fine) == (200, 2, 2)
+    assert bench.missed(fine) == []
+    assert bench.missed([*fine, found("home: prose", "silent", 2, 0)]) == [
+        "split 20: 4 of 300 windows at home alarm before the fill"
+    ]
+    assert bench.missed([*fine[1:], found("home: docs", "silent", 0, 3)])[0].endswith("alarm in their tails")
+    for case in (found("noise", "before", 99, 100), found("turning", "tail", 100, 99)):
+        words = f"split 20: {case.case}: {case.alarms} and {case.tail_alarms} of 100 windows"
+        assert bench.missed([*fine, case]) == [words]
+
+
 @pytest.mark.slow
-def test_real_weights(smollm2: tuple[nn.Module, Any]) -> None:
-    """SmolLM2 on the demo's texts: at most 1% of 300 held-out windows alarm; the four changes do, every time."""
+def test_real_weights(smollm2: tuple[nn.Module, Any], bench: Any) -> None:
+    """SmolLM2, a small fit: at most 1% of 300 held-out windows of all kinds alarm; every change is heard."""
     (model, tokenizer), split = smollm2, 20
     texts = calibration_texts(120_000)
     maps = ridgefill.fit(model, tokenizer, texts, (split,), max_tokens=30_000, features=("stream",), gains="none")
-    settings: dict[str, Any] = {"tail": 8, "head": 4, "min_bulk": 8, "guard": "warn"}
-    rows = 56
-    held_out: list[int] = []
-    for _, text in standard_texts("docs", "held-out"):
-        held_out += tokenizer(text)["input_ids"]
-    windows = [torch.tensor([held_out[at : at + rows]]) for at in range(0, 300 * rows, rows)]
-    assert len(windows[-1][0]) == rows
-
-    def alarms(run_on: nn.Module, prompts: list[torch.Tensor]) -> int:
-        with ridgefill.attach(run_on, maps, **settings) as attachment:
-            for ids in prompts:
-                call(run_on, ids, None, DynamicCache(config=run_on.config), 1)
-            assert attachment.status()["counters"]["filled"] == len(prompts)
-            return int(attachment.status()["counters"].get("guard alarms", 0))
-
-    generator = torch.Generator().manual_seed(0)
-    noise = [torch.randint(3, model.config.vocab_size, (1, rows), generator=generator) for _ in range(30)]
-    chinese = "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。" * 4
-    foreign = [torch.tensor([tokenizer(chinese[at:])["input_ids"][:rows]]) for at in range(0, 40, 2)]
-    merged = copy.deepcopy(model)
-    with torch.no_grad():
-        for layer in merged.model.layers:
-            for projection in (layer.self_attn.q_proj, layer.self_attn.v_proj):
-                out, inner = projection.weight.shape
-                update = torch.randn(out, 8, generator=generator) @ torch.randn(8, inner, generator=generator)
-                projection.weight += projection.weight.norm() / update.norm() * update
-    own, random_tokens, other_language = (alarms(model, prompts) for prompts in (windows, noise, foreign))
-    other_weights = alarms(merged, windows[:30])
-    print(f"split {split}: {own}/300 own, {random_tokens}/30 random, {other_language}/20 Chinese, {other_weights}/30")
-    assert own <= 3
-    assert (random_tokens, other_language, other_weights) == (30, 20, 30)
+    outcomes = [bench.outcome(case, maps, split) for case in bench.cases(model, tokenizer, 100)]
+    bench.print_table(Console(width=140), outcomes)
+    assert bench.home(outcomes)[0] == 300
+    assert bench.missed(outcomes) == []
