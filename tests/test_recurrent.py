@@ -267,7 +267,8 @@ def test_the_guard_leaves_the_state_alone(family: str, turns: int) -> None:
         with ridgefill.attach(model, maps, **{**SETTINGS, **settings}) as attachment:
             return call(model, ids[:, first:], None, cache), attachment.status()
 
-    guarded, status = filled(guard="exact")
+    guarded, status = filled(guard="warn")
+    assert status["probe_outliers"] == 0.0, "compared; to random weights no token is likelier, of which it only warns"
     expected, plain = filled(head=(first or HEAD) + PROBE_ROWS)
     assert status["spans"] == plain["spans"]
     assert status["rows_filled"] > 0
