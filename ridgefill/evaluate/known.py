@@ -42,7 +42,7 @@ class KnownLayers:
         """The tail's rows of a block output ``[batch, rows, d]``, or of the first of several."""
         if isinstance(output, tuple):
             return (self._cut(output[0]), *output[1:])
-        return output[:, self._first_row :]
+        return output[:, self._first_row :].clone()  # a view would keep all rows of every layer
 
     @contextmanager
     def hand_back(self, split: int, rows_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
