@@ -114,8 +114,8 @@ def prepare(
     if padding is not None:
         # One trip from the device, and lists: after a forward pass each call of torch or NumPy costs 20 to 40 us.
         for row in padding.tolist():
-            real = row.index(1) if 1 in row else len(row)
-            if not all(row[real:]) or any(row[:real]):
+            real = next((column for column, flag in enumerate(row) if flag), len(row))
+            if not all(row[real:]):
                 return None, "the attention mask is not left padding (right padding or holes)"
             left_pads = max(left_pads, real)
         padding = padding.expand(next(iter(inputs.values())).shape[0], -1)  # one mask row may serve a whole batch

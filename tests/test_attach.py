@@ -168,6 +168,18 @@ def test_one_mask_row_serves_a_batch(llama: nn.Module) -> None:
         assert torch.equal(filled, run(llama, ids))
 
 
+@pytest.mark.parametrize("cast", [lambda mask: 2 * mask, torch.Tensor.bool, torch.Tensor.float])
+def test_any_value_but_zero_marks_a_row_of_the_prompt(llama: nn.Module, cast: Any) -> None:
+    ids, mask = left_padded(ROWS, (9,))
+    with ridgefill.attach(llama, random_maps(llama), **SETTINGS) as attachment:
+        found = []
+        for given in (mask, cast(mask)):
+            run(llama, ids, attention_mask=given)
+            found.append(attachment.status()["spans"])
+    assert found[0]["head"] == [0, HEAD + 9]
+    assert found[0] == found[1]
+
+
 def test_double_attach_is_refused_and_two_models_are_not(llama: nn.Module) -> None:
     other = tiny_model("llama", seed=5)
     with ridgefill.attach(llama, random_maps(llama), **SETTINGS) as first:
