@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ridgefill.capture import Window, text_windows
+from ridgefill.cli.loading import load_model
 from ridgefill.demo import calibration_texts, model_folder
 from ridgefill.evaluate.report import machine_line
 from ridgefill.solve import fit
@@ -45,11 +46,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder = model_folder(options.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(str(folder), dtype=options.dtype, device="cpu")
     texts = calibration_texts(5 * options.tokens)
     windows = list(text_windows(tokenizer, texts, window_tokens=1024, min_tokens=5, max_tokens=options.tokens))
     plain_pass(model, windows[:2])  # first-call costs

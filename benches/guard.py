@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 import ridgefill
+from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, calibration_texts, model_folder
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.quality import held_out_windows, unseen_texts
@@ -258,8 +259,7 @@ def main(maps: Path | None, splits: str, per_kind: int, threads: int | None, jso
     if threads is not None:
         torch.set_num_threads(threads)
     folder, started = model_folder("smollm2-135m"), time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(str(folder), dtype="float32", device="cpu")
     chosen = tuple(int(split) for split in splits.split(","))
     if maps is None:
         texts = calibration_texts(150_000)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ridgefill.cli.loading import load_model
 from ridgefill.demo import model_folder
 from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.needle import ORACLE, Answer, Filler, Item, Setting, answer_item, build_items, cell
@@ -128,13 +129,11 @@ def main(
 ) -> None:
     """Run the whole table (see the module's docstring)."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if threads is not None:
         torch.set_num_threads(threads)
     folder = folder or model_folder("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(str(folder), dtype=dtype, device="cpu")
     loaded = RidgeMaps.load(maps)
     settings = settings_of(splits, shares)
     configuration = {

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, calibration_texts, model_folder
 from ridgefill.evaluate.quality import VARIANTS, Result, evaluate, held_out_windows, unseen_texts
 from ridgefill.evaluate.report import machine, machine_line
@@ -163,7 +164,6 @@ def main(
 ) -> None:
     """Run the whole evaluation (see the module's docstring)."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -174,8 +174,7 @@ def main(
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise click.BadParameter(f"the folder {json_path.parent} does not exist", param_hint="--json")
     folder = folder or model_folder("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(str(folder), dtype=dtype, device="cpu")
     loaded = RidgeMaps.load(maps) if maps else fit_maps(model, tokenizer, chosen, fit_tokens)
     if loaded.fit["rows"] < 131_000:
         click.echo(f"only {loaded.fit['rows']:,} calibration rows: the bars are set for 131,000 and more", err=True)

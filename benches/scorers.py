@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, model_folder
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.journal import Journal
@@ -83,7 +84,7 @@ def score_needle(
     wanted: dict[str, RowScorer],
 ) -> Iterator[dict[str, Any]]:
     """Whether stock, the fill alone and each scorer's selection find the needle, and its rows that ran exactly."""
-    prompt = PairedPrompt(variants, item.ids, tail=NEEDLE_TAIL, head=item.head, splits=splits)
+    prompt = PairedPrompt(variants, item.ids, tail=NEEDLE_TAIL, head=item.head, splits=splits, logits_to_keep=1)
     first, last = item.rows
     columns: list[tuple[int, str, str, RowScorer | None]] = [(0, "stock", "stock", None)]
     for split in splits:
@@ -140,16 +141,13 @@ def main(
     journal_path: Path,
 ) -> None:
     """Run the whole table (see the module's docstring)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if threads is not None:
         torch.set_num_threads(threads)
     wanted = {name: s for name, s in scorers().items() if not only or any(part in name for part in only)}
     if not wanted:
         raise click.BadParameter(f"--only {list(only)} names none of {list(scorers())}")
     folder = folder or model_folder("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(str(folder), dtype="float32", device="cpu")
     loaded = RidgeMaps.load(maps)
     configuration = {
         "maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(),

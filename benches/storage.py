@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, calibration_texts, model_folder
 from ridgefill.evaluate.quality import BulkPrefill, Score, held_out_windows, prefill_logits, unseen_texts
 from ridgefill.evaluate.report import machine, machine_line
@@ -137,13 +138,10 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Solve, store, load and score (see the module's docstring)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if threads is not None:
         torch.set_num_threads(threads)
     folder = folder or model_folder("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(str(folder), dtype=dtype, device="cpu")
     layout, names = decoder_layout(model), tuple(features.split(","))
     if maps_path is not None:
         given = RidgeMaps.load(maps_path)

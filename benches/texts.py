@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ridgefill.capture import text_windows
+from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, model_folder, standard_texts
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.quality import Result, Window, evaluate
@@ -162,14 +163,12 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Fit on every set, try each on all (see the module's docstring)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if threads is not None:
         torch.set_num_threads(threads)
     folder = folder or model_folder("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model, tokenizer = load_model(str(folder), dtype=dtype, device="cpu")
     chat = ChatFormat()
-    chat.tokenizer = tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat.tokenizer = tokenizer
     sets = [named_set(one, field, chat) for one in given] if given else standard_sets(chat)
     names = [text_set.name for text_set in sets]
     windows = [w for text_set in sets for w in held_out_windows(tokenizer, text_set, tokens, per_set)]

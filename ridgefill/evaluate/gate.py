@@ -261,8 +261,7 @@ def run_gate(
 
 def _beyond_doubt(answers: Sequence[Answer], column: Setting) -> bool:
     """Whether so many needles are lost that more would only take the time of the others."""
-    of_column = [a for a in answers if (a.split, a.variant) == (column.split, column.variant) and a.label == "filled"]
-    if not of_column:
+    if not any((a.split, a.variant, a.label) == (column.split, column.variant, "filled") for a in answers):
         return False
     test = cell(answers, column, lambda a: a.label == "filled").test
     return test.lost > test.gained and test.p < _CERTAIN_P

@@ -365,7 +365,7 @@ class Setting:
 def answer_item(
     variants: Variants, tokenizer: Any, item: Item, settings: Sequence[Setting], *, tail: int
 ) -> Iterator[Answer]:
-    """Yield stock's greedy answer to one item and each setting's, all from one stock prefill, those of a kind together.
+    """Yield stock's greedy answer to one item and each setting's, all from one stock prefill, in no fixed order.
 
     Settings that select rows take ``share`` of the bulk, and `ORACLE` the needle's own rows. Where no row of the needle
     lies in the bulk there is nothing for it to choose, and it is left out.
