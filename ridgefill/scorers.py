@@ -147,19 +147,23 @@ class AttentionScorer:
     """Ranks rows by the largest attention probability that any head and any tail query gives them.
 
     Part of the budget goes to the last queries alone: a maximum over hundreds of tail queries crowds out the row that
-    only the question asks for. Scores are maxima over neighbouring rows, because a fact is a run of rows.
+    only the question asks for. Rows share scores with their neighbours, because a fact is a run of rows: with the last
+    queries as they are, so that an answer comes whole, with all of them less by distance, so that a row which is
+    hardly looked at brings no crowd of rows that nothing looks at.
 
     Attributes:
         predicted: look at the late layers too, with predicted queries and keys.
         last_queries: the tail's last rows that have a budget of their own.
         last_part: that budget, as a part of the whole.
-        pool_rows: neighbours that share a maximum, an odd number.
+        pool_rows: neighbours that share a score, an odd number, the row itself in the middle.
+        fall: what a score by all queries loses for each row between neighbours, in nats.
     """
 
     predicted: bool = False
     last_queries: int = 32
-    last_part: float = 0.5
+    last_part: float = 0.25
     pool_rows: int = 15
+    fall: float = 0.5
 
     def __call__(self, tail: TailView) -> Sequence[Ranking]:
         """Two rankings: by the last queries, then by all of them."""
@@ -169,8 +173,8 @@ class AttentionScorer:
         found = [tail.log_attention(layer_idx, last_queries=self.last_queries) for layer_idx in layers]
         everywhere, at_the_end = (torch.stack(scores).amax(0) for scores in zip(*found, strict=True))
         return (
-            Ranking(pooled(at_the_end, self.pool_rows), self.last_part),
-            Ranking(pooled(everywhere, self.pool_rows), 1 - self.last_part),
+            Ranking(shared(at_the_end, self.pool_rows), self.last_part),
+            Ranking(shared(everywhere, self.pool_rows, self.fall), 1 - self.last_part),
         )
 
 
@@ -234,11 +238,16 @@ class UnionScorer:
         return [replace(r, part=part * r.part) for scorer, part in self.scorers for r in scorer(tail)]
 
 
-def pooled(scores: torch.Tensor, rows: int) -> torch.Tensor:
-    """Each row's largest score within ``rows`` neighbours, itself in the middle: ``[batch, bulk]``."""
-    from torch.nn.functional import max_pool1d
+def shared(scores: torch.Tensor, rows: int, fall: float = 0.0) -> torch.Tensor:
+    """The largest ``scores[j] - fall * |i - j|`` within ``rows`` neighbours of each row i: ``[batch, bulk]``."""
+    import torch
 
-    return max_pool1d(scores.unsqueeze(1), rows, stride=1, padding=rows // 2).squeeze(1)
+    best = scores.clone()
+    for distance in range(1, min(rows // 2, scores.shape[1] - 1) + 1):
+        lowered = scores - fall * distance
+        best[:, distance:] = torch.maximum(best[:, distance:], lowered[:, :-distance])
+        best[:, :-distance] = torch.maximum(best[:, :-distance], lowered[:, distance:])
+    return best
 
 
 # --- the tail's queries --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from ridgefill.scorers import (
     TailView,
     UnionScorer,
     choose_rows,
-    pooled,
+    shared,
 )
 
 ROWS, TAIL, HEAD, MIN_BULK = 160, 32, 4, 16
@@ -111,10 +111,32 @@ def test_named_rows_strides_and_unions_choose_what_they_say() -> None:
     assert len(chosen) == 13
 
 
-def test_neighbours_share_their_largest_score() -> None:
+def test_neighbours_share_their_largest_score_less_by_distance() -> None:
     scores = torch.tensor([[0.0, 5, 0, 0, 0, 1]])
-    assert pooled(scores, 3).tolist() == [[5, 5, 5, 0, 1, 1]]
-    assert torch.equal(pooled(scores, 1), scores)
+    assert shared(scores, 3).tolist() == [[5, 5, 5, 0, 1, 1]]
+    assert shared(scores, 5, fall=2.0).tolist() == [[3, 5, 3, 1, 0, 1]]
+    assert shared(scores, 99).tolist() == [[5] * 6]
+    assert torch.equal(shared(scores, 1, fall=2.0), scores)
+
+
+def test_all_queries_share_less_than_the_last_ones() -> None:
+    """Two hits in the tail's attention: the question's own brings its neighbours, the other one itself."""
+
+    class Tail:
+        exact_layers: ClassVar = [0]
+        predicted_layers: ClassVar[list[int]] = []
+
+        def log_attention(self, layer_idx: int, *, last_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+            last = torch.full((1, 60), -9.0)
+            last[0, 20] = -1.0
+            everywhere = last.clone()
+            everywhere[0, [40, 50]] = torch.tensor([-1.0, -3.0])
+            return everywhere, last
+
+    rankings = AttentionScorer(pool_rows=5, last_part=0.5)(Tail())
+    assert choose_rows(rankings, 10)[0].tolist() == [18, 19, 20, 21, 22, 38, 39, 40, 41, 42]
+    rankings = AttentionScorer(pool_rows=5, last_part=0.5, fall=3.0)(Tail())
+    assert choose_rows(rankings, 9)[0].tolist() == [18, 19, 20, 21, 22, 39, 40, 41, 50]
 
 
 def test_the_queries_read_are_the_ones_that_the_model_attends_with(family_model: nn.Module) -> None:

@@ -89,32 +89,32 @@ WORDINGS = (
     Wording(
         "digits",
         (
-            "The access code for the {key} is {value}.",
-            "Remember that the code of the {key} is {value}.",
-            "For the {key}, the code is {value}.",
+            "The telephone number of the {key} is {value}.",
+            "Remember that the telephone number of the {key} is {value}.",
+            "For the {key}, the telephone number is {value}.",
         ),
         (
-            "Which number opens the {key}?",
-            "What has to be typed in at the {key}?",
-            "What is the number that belongs to the {key}?",
+            "Which number has to be dialled to reach the {key}?",
+            "How can one call the {key}?",
+            "What must be dialled for the {key}?",
         ),
-        "The number for the {key} is",
+        "The telephone number of the {key} is",  # a mere number, and a small model begins to number its answer
         _KEYS,
         _number,
     ),
     Wording(
         "words",
         (
-            'The password for the {key} is "{value}".',
-            'Remember that the password of the {key} is "{value}".',
-            'For the {key}, the password is "{value}".',
+            'The motto of the {key} is "{value}".',
+            'Remember that the motto of the {key} is "{value}".',
+            'For the {key}, the motto is "{value}".',
         ),
         (
-            "Which words open the {key}?",
-            "What must a visitor of the {key} say?",
-            "What is the secret phrase that belongs to the {key}?",
+            "Which words are written over the door of the {key}?",
+            "Which saying has the {key} chosen for itself?",
+            "By which motto does the {key} live?",
         ),
-        'The password for the {key} is "',  # quoted, or a small model begins to talk about it
+        'The motto of the {key} is "',  # quoted, or a small model begins to talk about it
         _KEYS,
         _phrase,
     ),
