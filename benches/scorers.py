@@ -44,12 +44,12 @@ HEAD = 4
 def scorers() -> dict[str, RowScorer]:
     """By name, every scorer that is compared; the control first."""
     found: dict[str, RowScorer] = {"random": RandomScorer()}
-    for predicted, (last_queries, last_part), pool_rows in itertools.product(
-        (False, True), ((32, 0.0), (16, 0.25), (32, 0.25), (32, 0.5)), (1, 7, 15)
+    for predicted, last_part, (pool_rows, fall) in itertools.product(
+        (False, True), (0.0, 0.25, 0.5), ((1, 0.0), (15, 0.0), (15, 0.5))
     ):
         layers = "both" if predicted else "exact"
-        found[f"{layers}, {last_part:.0%} to the last {last_queries}, pool {pool_rows}"] = AttentionScorer(
-            predicted=predicted, last_queries=last_queries, last_part=last_part, pool_rows=pool_rows
+        found[f"{layers}, {last_part:.0%} to the last 32, {pool_rows} neighbours, fall {fall:g}"] = AttentionScorer(
+            predicted=predicted, last_part=last_part, pool_rows=pool_rows, fall=fall
         )
     return found
 
@@ -89,9 +89,12 @@ def score_needle(
     columns: list[tuple[int, str, str, RowScorer | None]] = [(0, "stock", "stock", None)]
     for split in splits:
         columns += [(split, "none", "fill", None), *((split, name, "quality", s) for name, s in wanted.items())]
-    for split, name, variant, scorer in columns:
+    tails = []
+    for split, _, variant, scorer in columns:
         with prompt.variant(split, variant, share=share, scorer=scorer) as filled:
-            (answer,) = greedy_answers(variants.model, tokenizer, [filled], item.expected)
+            tails.append(filled)
+    answers = greedy_answers(variants.model, tokenizer, tails, item.expected)
+    for (split, name, _, _), filled, answer in zip(columns, tails, answers, strict=True):
         selected = float(((filled.selected >= first) & (filled.selected < last)).sum()) / (last - first)
         right = is_right(answer, item.expected)
         yield {"split": split, "scorer": name, "right": right, "selected": selected, "answer": answer}
