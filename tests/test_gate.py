@@ -22,6 +22,7 @@ from tiny import random_maps, tiny_model
 from ridgefill.attachment import attach
 from ridgefill.cli.main import commands
 from ridgefill.errors import MapSchemaError, RidgeFillError
+from ridgefill.evaluate.answers import Answer
 from ridgefill.evaluate.distance import FarSettings, GroupScore
 from ridgefill.evaluate.gate import (
     GateRun,
@@ -35,7 +36,7 @@ from ridgefill.evaluate.gate import (
     standard_material,
     verdict_of,
 )
-from ridgefill.evaluate.needle import Answer, Filler, Item, build_items
+from ridgefill.evaluate.needle import Filler, Item, build_items
 from ridgefill.evaluate.report import page, write_report
 from ridgefill.maps import RidgeMaps
 from ridgefill.verdict import gate_word

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ridgefill.attachment import attach
 from ridgefill.demo import KINDS, standard_texts
 from ridgefill.errors import RidgeFillError
+from ridgefill.evaluate.answers import (
+    Answer,
+    Setting,
+    answer_item,
+    cell,
+    disagreements,
+    heat_map,
+    usable_prompts,
+)
+from ridgefill.evaluate.controls import direct_obstacle
+from ridgefill.evaluate.cost import measure_costs
 from ridgefill.evaluate.distance import (
     GROUPS,
     FarSettings,
@@ -23,19 +30,8 @@ from ridgefill.evaluate.distance import (
     score_document,
     summarise,
 )
-from ridgefill.evaluate.needle import (
-    Answer,
-    Filler,
-    Item,
-    Setting,
-    answer_item,
-    build_items,
-    cell,
-    disagreements,
-    heat_map,
-    usable_prompts,
-)
-from ridgefill.evaluate.quality import SHARE, Variants, Window, direct_obstacle, held_out_windows, unseen_texts
+from ridgefill.evaluate.needle import Filler, Item, build_items
+from ridgefill.evaluate.paired import SHARE, Variants
 from ridgefill.evaluate.report import machine
 from ridgefill.evaluate.splice import attribution, study_splices
 from ridgefill.evaluate.stats import (
@@ -45,7 +41,7 @@ from ridgefill.evaluate.stats import (
     scipy_stats,
     sign_test,
 )
-from ridgefill.layout import cache_argument_name
+from ridgefill.evaluate.windows import Window, held_out_windows, unseen_texts
 from ridgefill.maps import RidgeMaps
 
 if TYPE_CHECKING:
@@ -63,7 +59,6 @@ _NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.7, 0.87, 0.95
 _CERTAIN_P = 1e-3
 _LEAST_ITEMS, _LEAST_DOCUMENTS, _STOCK_PROBES = 8, 3, 10
 _SPLICE_PROMPTS, _SPLICE_TAIL = 2, 64
-_TIMED_ROUNDS, _DECODED_TOKENS = 3, 16
 
 
 @dataclass(frozen=True)
@@ -230,8 +225,9 @@ def run_gate(
         progress("splice", number, len(settings.splits))
         splices[split] = _splice(variants, documents, split, settings, longest)
     progress("cost", 0, None)
-    prompt = documents[0].ids
-    cost = measure_costs(model, maps, prompt, settings)
+    tried = [(split, tier) for split in settings.splits for tier in settings.tiers]
+    rule = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
+    cost = measure_costs(model, maps, documents[0].ids, tried, share=settings.share, **rule)
     controls = [control for split in settings.splits for control in _controls(scores, split, settings)]
     results = [
         _result(answers, scores, cost, controls, split, tier, settings)
@@ -467,104 +463,3 @@ def map_file_entry(document: dict[str, Any]) -> dict[str, Any]:
             for result in passed
         ],
     }
-
-
-# --- cost ----------------------------------------------------------------------------------------------------------
-
-
-def measure_costs(model: nn.Module, maps: RidgeMaps, ids: torch.Tensor, settings: GateSettings) -> list[dict[str, Any]]:
-    """Return times and memory of exact and filled prefills of ``ids`` ``[1, rows]`` with `attach`, by split and tier.
-
-    In each round the exact one and all filled ones take turns.
-
-    Medians in ms and tokens a second, wall clock, the fill included; ``decode_ratio`` and ``short_ratio`` (a prompt
-    no longer than the tail, which never fills) are attached over exact, 1 if they are unharmed. The peak is of this
-    process on a CPU (Linux; elsewhere None), of the device's memory on a GPU.
-    """
-    options: dict[str, Any] = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
-    bare = replace(maps, gate=None)  # this very gate decides what attaching should warn of
-    ids = ids.to(next(model.parameters()).device)
-    exact_times: list[dict[str, float]] = []
-    columns = [(split, tier) for split in settings.splits for tier in settings.tiers]
-    filled_times: dict[tuple[int, str], list[dict[str, float]]] = {column: [] for column in columns}
-    statuses: dict[tuple[int, str], dict[str, Any]] = {column: {} for column in columns}
-    for _ in range(_TIMED_ROUNDS):
-        exact_times.append(_timed(model, ids, settings.tail))
-        for split, tier in columns:
-            share = settings.share if tier == "quality" else None
-            with attach(model, bare, split=split, tier=tier, share=share, **options) as attachment:
-                times = _timed(model, ids, settings.tail, attachment.status, statuses[split, tier])
-            filled_times[split, tier].append(times)
-    return [
-        _cost(*column, ids.shape[1], _medians(exact_times), _medians(filled_times[column]), statuses[column])
-        for column in columns
-    ]
-
-
-def _medians(times: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(t[name] for t in times) for name in times[0]}
-
-
-def _cost(
-    split: int, tier: str, tokens: int, exact: dict[str, float], filled: dict[str, float], status: dict[str, Any]
-) -> dict[str, Any]:
-    medians = {"exact": exact, "filled": filled}
-    return {
-        "split": split,
-        "tier": tier,
-        "tokens": tokens,
-        "rows_filled": status["rows_filled"],
-        "rows_selected": status["rows_selected"],
-        "reason": status["reason"],
-        "ttft_ratio": exact["ttft_ms"] / filled["ttft_ms"],
-        "decode_ratio": filled["decode_tokens_per_s"] / exact["decode_tokens_per_s"],
-        "short_ratio": filled["short_ms"] / exact["short_ms"],
-        **{f"{name}_{side}": medians[side][name] for name in ("ttft_ms", "decode_tokens_per_s") for side in medians},
-        **{f"peak_mib_{side}": medians[side].get("peak_mib") for side in medians},
-    }
-
-
-@torch.no_grad()
-def _timed(
-    model: nn.Module,
-    ids: torch.Tensor,
-    short_tokens: int,
-    read_status: Callable[[], dict[str, Any]] | None = None,
-    status: dict[str, Any] | None = None,
-) -> dict[str, float]:
-    """One prefill, some decode steps, and one short prompt; ``status`` gets the prefill's."""
-    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    peak = _reset_peak(ids)
-    wait()
-    started = time.perf_counter()
-    output = model(ids, use_cache=True, logits_to_keep=1)
-    wait()
-    found = {"ttft_ms": 1e3 * (time.perf_counter() - started)}
-    if (mib := peak()) is not None:
-        found["peak_mib"] = mib
-    if read_status is not None and status is not None:
-        status.update(read_status())
-    argument = str(cache_argument_name(model.forward))
-    cache = {argument: output[argument]}
-    started = time.perf_counter()
-    for _ in range(_DECODED_TOKENS):
-        output = model(output.logits[:, -1:].argmax(-1), use_cache=True, logits_to_keep=1, **cache)
-    wait()
-    found["decode_tokens_per_s"] = _DECODED_TOKENS / (time.perf_counter() - started)
-    started = time.perf_counter()
-    model(ids[:, :short_tokens], use_cache=True, logits_to_keep=1)
-    wait()
-    found["short_ms"] = 1e3 * (time.perf_counter() - started)
-    return found
-
-
-def _reset_peak(ids: torch.Tensor) -> Callable[[], float | None]:
-    """Begin a new peak of memory; the function returns it in MiB, or None where nothing tells."""
-    if ids.is_cuda:
-        torch.cuda.reset_peak_memory_stats(ids.device)
-        return lambda: torch.cuda.max_memory_allocated(ids.device) / 2**20
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return lambda: None
-    return lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import PairedPrompt, Variants, token_scores
+from ridgefill.evaluate.paired import PairedPrompt, Variants
+from ridgefill.evaluate.quality import token_scores
 
 COMPONENTS = ("keys", "key norms", "key directions", "values", "value norms", "both")
 # Components that are put back layer by layer; the others, in all late layers at once.
