@@ -186,7 +186,7 @@ def _scores(kl: float = 0.0, dnll: float = 0.0, far: float = 0.0, control: float
 def _judged(answers: list[Answer], scores: list[GroupScore], rows_filled: int = 9) -> dict[str, Any]:
     settings = replace(SETTINGS, splits=(3,))
     cost = [{"split": 3, "tier": "speed", "rows_filled": rows_filled, "tokens": 64, "reason": "too short"}]
-    return _result(answers, scores, cost, _controls(scores, 3, settings), 3, "speed", settings)
+    return _result(answers, scores, cost, _controls(scores, 3, settings.tiers), 3, "speed", settings)
 
 
 def test_each_line_and_each_control_can_fail_the_gate_alone() -> None:

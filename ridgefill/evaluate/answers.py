@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.filled import FilledTail
+from ridgefill.evaluate.filled import FilledTail, whole_cache
 from ridgefill.evaluate.needle import Item
 from ridgefill.evaluate.paired import PairedPrompt, Variants
 from ridgefill.evaluate.stats import McNemar, exact_mcnemar
-from ridgefill.layout import cache_argument_name
+from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.scorers import SpanScorer
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ridgefill.layout import DecoderLayout
 
 # What a model may say beyond the answer's own tokens.
 _SPARE_TOKENS = 3
@@ -149,7 +151,7 @@ def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail]
         return []
     most = len(tokenizer(" " + expected, add_special_tokens=False)["input_ids"]) + _SPARE_TOKENS
     ends = _end_ids(model, tokenizer)
-    cache = tails[0].cache if len(tails) == 1 else _joined([filled.cache for filled in tails])
+    cache = tails[0].cache if len(tails) == 1 else _joined(decoder_layout(model), [filled.cache for filled in tails])
     arguments = {"use_cache": True, "logits_to_keep": 1, str(cache_argument_name(model.forward)): cache}
     logits = torch.stack([filled.logits[-1] for filled in tails])  # [answers, vocab]
     found: list[list[int]] = [[] for _ in tails]
@@ -166,18 +168,29 @@ def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail]
         logits = model(tokens.unsqueeze(1), **arguments).logits[:, -1]
 
 
-def _joined(caches: Sequence[Any]) -> Any:
+def _joined(layout: DecoderLayout, caches: Sequence[Any]) -> Any:
     """One cache whose sequences are those of ``caches``, of as many rows each."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
+    cache = whole_cache(layout)
     for layer_idx, layers in enumerate(zip(*(c.layers for c in caches), strict=True)):
-        cache.update(torch.cat([one.keys for one in layers]), torch.cat([one.values for one in layers]), layer_idx)
+        if layout.keeps_keys(layer_idx):
+            cache.update(torch.cat([one.keys for one in layers]), torch.cat([one.values for one in layers]), layer_idx)
+        if layout.keeps_state(layer_idx):
+            cache.update_conv_state(torch.cat([one.conv_states[0] for one in layers]), layer_idx)
+            states = [one.recurrent_states[0] for one in layers]
+            if states[0] is not None:
+                cache.update_recurrent_state(torch.cat(states), layer_idx)
     return cache
 
 
 def _cache_bytes(cache: Any) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    """Of keys, values and states."""
+    found = 0
+    for layer in cache.layers:
+        for name in ("keys", "values", "conv_states", "recurrent_states"):
+            kept = getattr(layer, name, None)
+            tensors = kept.values() if isinstance(kept, dict) else (kept,)
+            found += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return found
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:

@@ -49,14 +49,17 @@ def swapped_maps(maps: RidgeMaps, split: int, a: int, b: int) -> RidgeMaps:
     if a == b or a not in chosen.layers or b not in chosen.layers:
         raise RidgeFillError(f"cannot swap the maps of layers {a} and {b}: split {split} maps {sorted(chosen.layers)}")
     layers = dict(chosen.layers)
-    layers[a] = replace(chosen.layers[b], layer=a)
-    layers[b] = replace(chosen.layers[a], layer=b)
+    for layer, other in ((a, b), (b, a)):  # a correction is of the layer's own state, whatever predicts its inputs
+        correction = chosen.layers[layer].state_correction
+        layers[layer] = replace(chosen.layers[other], layer=layer, state_correction=correction)
     return replace(maps, splits={**maps.splits, split: replace(chosen, layers=layers)})
 
 
 def direct_obstacle(layout: DecoderLayout, maps: SplitMaps) -> str | None:
     """Why no ridge straight to keys and values follows from a split's maps, in words; None where it does."""
     for layer in maps.layers:
+        if layout.keeps_state(layer):
+            return f"layer {layer}: a {layout.layer_types[layer]} layer's state is not linear in its block inputs"
         norm = input_norm(layout.layers[layer])
         if norm is not None and not (maps.target == "normalized" and is_rms_norm(norm)):
             return f"layer {layer}: a {type(norm).__name__} of {maps.target} block inputs is not linear in them"
@@ -108,8 +111,9 @@ def late_layers_without_bulk(
     """Hide the bulk from layers ``split`` and later while a prompt's tail, and decode steps after it, run over a cache.
 
     Columns of absolute positions ``[head, rows - tail)`` are masked, but for the rows that ``selection`` has chosen
-    when the tail reaches the split; everything else stays the model's own. A fill that does not beat this control is
-    worth nothing.
+    when the tail reaches the split; everything else stays the model's own. A recurrent state has no columns to mask:
+    the cache must hold the state behind the head in these layers. A fill that does not beat this control is worth
+    nothing.
 
     Raises:
         RidgeFillError: (inside) a late layer got no 4-D mask, so that nothing could be hidden from it.
@@ -139,7 +143,7 @@ def late_layers_without_bulk(
 
     handles = []
     try:
-        for layer_idx in range(split, layout.num_layers):
+        for layer_idx in filter(layout.keeps_keys, range(split, layout.num_layers)):
             hook = functools.partial(hide, layer_idx)
             handles.append(layout.layers[layer_idx].register_forward_pre_hook(hook, with_kwargs=True))
         yield

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ridgefill.demo import KINDS, standard_texts
-from ridgefill.errors import RidgeFillError
+from ridgefill.errors import RidgeFillError, UnsupportedModelError
 from ridgefill.evaluate.answers import (
     Answer,
     Setting,
@@ -159,12 +159,14 @@ def run_gate(
 
     A line passes when its interval lies within the limits, fails when it lies outside, and is undecided in between. A
     split and tier passes when every line does; it fails too when its controls do not come out worse, or when a prompt
-    of the longest length filled no row.
+    of the longest length filled no row. Tier ``quality`` is not judged where this model refuses it; the reason is among
+    ``refused``.
 
     Raises:
         RidgeFillError: settings that make no sense; no length at which the stock model itself answers; a variant that
             was to be measured filled nothing.
         MapSchemaError: the maps lack a split.
+        UnsupportedModelError: the model refuses every tier that was to be tried.
     """
     if not settings.splits or not settings.tiers or not set(settings.tiers) <= set(VARIANT_OF):
         raise RidgeFillError(f"splits {settings.splits}, tiers {settings.tiers}: expected splits, and {[*VARIANT_OF]}")
@@ -178,6 +180,12 @@ def run_gate(
 
     material = material or standard_material(tokenizer, maps, settings)
     variants = Variants(model, maps)
+    unselectable = _unselectable(variants, settings)
+    asked_for = [(split, tier) for split in settings.splits for tier in settings.tiers]
+    tried = [(split, tier) for split, tier in asked_for if tier != "quality" or split not in unselectable]
+    tiers = {split: [tier for at, tier in tried if at == split] for split, _ in tried}
+    if not tried:
+        raise UnsupportedModelError(f"there is no tier to judge: {next(iter(unselectable.values()))}")
     # Needles: stock first, at every length and with every number of them.
     groups: dict[tuple[int, int], list[Item]] = {}
     for length in settings.lengths:
@@ -187,7 +195,7 @@ def run_gate(
     progress("stock", 0, None)
     sample = [item for items in groups.values() for item in items[:_STOCK_PROBES]]
     usable = usable_prompts(variants, tokenizer, sample, tail=settings.tail)
-    columns = [Setting(s, VARIANT_OF[t], _share(settings, t)) for s in settings.splits for t in settings.tiers]
+    columns = [Setting(split, VARIANT_OF[tier], _share(settings, tier)) for split, tier in tried]
     # Lengths take turns, and depths are spread, so that a budget that ends early has seen all of both.
     turns = zip_longest(*(groups[group.tokens, group.needles] for group in usable))
     queue = [item for turn in turns for item in turn if item is not None]
@@ -207,10 +215,10 @@ def run_gate(
             f"{len(documents)} texts hold {longest:,} tokens, intervals need {_LEAST_DOCUMENTS}; name shorter lengths"
         )
     # Where keys are not linear in what the maps predict, nothing can be said of a direct ridge.
-    left_out = {"direct"} if any(direct_obstacle(variants.layout, maps.at(s)) for s in settings.splits) else set()
+    left_out = {"direct"} if any(direct_obstacle(variants.layout, maps.at(split)) for split in tiers) else set()
+    left_out |= {"drop"} if unselectable else set()
     baselines = [name for name in BASELINES if name not in left_out]
-    scored = _scored_variants(settings, baselines)
-    pairs = [(split, variant) for split in settings.splits for variant in scored]
+    pairs = [(split, variant) for split in tiers for variant in _scored_variants(tiers[split], baselines)]
     scores: list[GroupScore] = []
     for number, text in enumerate(documents):
         if number >= _LEAST_DOCUMENTS and spent() > _DISTANCE_UNTIL:
@@ -219,26 +227,26 @@ def run_gate(
         options: dict[str, Any] = {"tail": settings.tail, "head": settings.head, "share": settings.share}
         scores += score_document(variants, tokenizer, text, pairs, far=settings.far, **options)
     splices = {}
-    for number, split in enumerate(settings.splits):
+    for number, split in enumerate(tiers):
         if spent() > _SPLICE_UNTIL:
             break
-        progress("splice", number, len(settings.splits))
+        progress("splice", number, len(tiers))
         splices[split] = _splice(variants, documents, split, settings, longest)
     progress("cost", 0, None)
-    tried = [(split, tier) for split in settings.splits for tier in settings.tiers]
     rule = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
     cost = measure_costs(model, maps, documents[0].ids, tried, share=settings.share, **rule)
-    controls = [control for split in settings.splits for control in _controls(scores, split, settings)]
-    results = [
-        _result(answers, scores, cost, controls, split, tier, settings)
-        for split in settings.splits
-        for tier in settings.tiers
-    ]
+    controls = [control for split in tiers for control in _controls(scores, split, tiers[split])]
+    results = [_result(answers, scores, cost, controls, split, tier, settings) for split, tier in tried]
     document = {
         "verdict": _overall(results),
         "results": results,
+        "refused": [
+            {"split": split, "tier": tier, "reason": unselectable[split]}
+            for split, tier in asked_for
+            if (split, tier) not in tried
+        ],
         "controls": controls,
-        "baselines": [_baseline(scores, split, name) for split in settings.splits for name in baselines],
+        "baselines": [_baseline(scores, split, name) for split in tiers for name in baselines],
         "splices": splices,
         "cost": cost,
         "stock_accuracy": [asdict(group) for group in usable],
@@ -283,15 +291,27 @@ def _spread(items: Sequence[Item]) -> list[Item]:
     return [item for turn in zip_longest(*ordered) for item in turn if item is not None]
 
 
-def _control_names(settings: GateSettings) -> list[str]:
+def _unselectable(variants: Variants, settings: GateSettings) -> dict[int, str]:
+    """Splits at which this model lets no rows be selected, and why."""
+    found = {}
+    for split in settings.splits:
+        variants.settings(split)  # whatever does not even fill is an error
+        try:
+            variants.choice(split, share=settings.share)
+        except UnsupportedModelError as error:
+            found[split] = str(error)
+    return found
+
+
+def _control_names(tiers: Sequence[str]) -> list[str]:
     """Controls of the fill itself always; of the choice of rows where rows are chosen."""
-    return [control for control, tier in CONTROLS.items() if tier == "speed" or tier in settings.tiers]
+    return [control for control, tier in CONTROLS.items() if tier == "speed" or tier in tiers]
 
 
-def _scored_variants(settings: GateSettings, baselines: Sequence[str]) -> list[str]:
+def _scored_variants(tiers: Sequence[str], baselines: Sequence[str]) -> list[str]:
     """Every variant whose loss is measured; the controls are compared with the plain fill, whatever is tried."""
-    tried = (VARIANT_OF[tier] for tier in settings.tiers)
-    return list(dict.fromkeys(["fill", *tried, *_control_names(settings), *baselines]))
+    tried = (VARIANT_OF[tier] for tier in tiers)
+    return list(dict.fromkeys(["fill", *tried, *_control_names(tiers), *baselines]))
 
 
 def _splice(
@@ -327,10 +347,10 @@ def verdict_of(low: float, high: float, limit: float) -> str:
     return "pass" if high <= limit else "fail" if low > limit else "undecided"
 
 
-def _controls(scores: Sequence[GroupScore], split: int, settings: GateSettings) -> list[dict[str, Any]]:
+def _controls(scores: Sequence[GroupScore], split: int, tiers: Sequence[str]) -> list[dict[str, Any]]:
     """Whether each control came out worse than its tier, by KL over the whole tail, paired by document."""
     found = []
-    for control in _control_names(settings):
+    for control in _control_names(tiers):
         tier = CONTROLS[control]
         excess = differences(scores, split, control, VARIANT_OF[tier], "whole tail")
         interval = mean_interval(excess)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ridgefill import caches
 from ridgefill.attachment import attach
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.controls import direct_ridge, identity_maps, late_layers_without_bulk, swapped_maps
-from ridgefill.evaluate.filled import FilledTail, filled_tail
+from ridgefill.evaluate.filled import FilledTail, filled_tail, whole_cache
 from ridgefill.evaluate.known import KnownLayers
 from ridgefill.evaluate.quality import Score, prefill_logits, score_tail
 from ridgefill.layout import decoder_layout
@@ -77,9 +78,13 @@ class PairedPrompt:
     variant costs what its late layers write and the tail's pass through them (`KnownLayers`). `Attachment` gives the
     same to rounding: its head runs by itself, and its bulk without the tail behind it.
 
+    A recurrent state cannot be cut back to earlier rows. Where a model keeps any, the stock pass is made in two pieces,
+    and the state between them is kept; that behind the head is of a pass over the head alone.
+
     ``logits_to_keep``: of how many last rows logits are made; None: the tail's.
 
     Attributes:
+        layout: the model's.
         stock: the stock model's logits of those rows, ``[rows, vocab]``.
     """
 
@@ -93,26 +98,34 @@ class PairedPrompt:
         splits: Sequence[int],
         logits_to_keep: int | None = None,
     ) -> None:
-        from transformers import DynamicCache
-
         if not head < ids.shape[1] - tail:
             raise RidgeFillError(f"a prompt of {ids.shape[1]} rows has no bulk between head={head} and tail={tail}")
         self._variants, self.ids, self.tail, self.head = variants, ids, tail, head
         self._logits_to_keep = logits_to_keep or tail
-        # Without a config every layer keeps every row, also where attention slides.
-        self._cache: Any = DynamicCache()
+        self.layout = layout = variants.layout
+        self._cache = whole_cache(layout)
+        self._states: dict[int, Any] = {int(ids.shape[1]): self._cache}  # a cache with those behind so many rows
         self._streams: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         self._rotary_outputs: list[Any] = []
-        layout = variants.layout
-        self._known = KnownLayers(layout, max(splits, default=0), self.fill_end)
+        self._known = KnownLayers(layout, max(splits, default=0), tail)
+        if layout.recurrent and head:
+            self._states[head] = whole_cache(layout)
+            prefill_logits(variants.model, ids[:, :head], 1, self._states[head])
         with ExitStack() as undo:
             for split in splits:
                 note = functools.partial(self._note_stream, split)
                 undo.callback(layout.layers[split].register_forward_pre_hook(note, with_kwargs=True).remove)
-            undo.enter_context(self._known.note())
             for module in rotary_modules(layout):
                 undo.callback(module.register_forward_hook(self._note_tables).remove)
-            self.stock = prefill_logits(variants.model, ids, self._logits_to_keep, self._cache)
+            if layout.recurrent:
+                prefill_logits(variants.model, ids[:, : self.fill_end], 1, self._cache)
+                self._states[self.fill_end] = whole_cache(layout)
+                for layer_idx in filter(layout.keeps_state, range(layout.num_layers)):
+                    caches.copy_state(self._states[self.fill_end], layer_idx, self._cache)
+                ids = ids[:, self.fill_end :]
+                undo.close()  # streams and tables are those of the rows so far
+            with self._known.note():
+                self.stock = prefill_logits(variants.model, ids, self._logits_to_keep, self._cache)
 
     @property
     def fill_end(self) -> int:
@@ -123,7 +136,7 @@ class PairedPrompt:
         layer_kwargs = {
             name: self._cut(value, -1 if name == "position_ids" else -2)
             for name, value in kwargs.items()
-            if name not in ("hidden_states", "attention_mask", self._variants.layout.cache_argument)
+            if name not in ("hidden_states", "attention_mask", self.layout.cache_argument)
         }
         hidden_states = args[0] if args else kwargs["hidden_states"]  # [1, rows, d]
         self._streams[split] = hidden_states[:, : self.fill_end], layer_kwargs
@@ -143,14 +156,24 @@ class PairedPrompt:
         layer = self._cache.layers[layer_idx]
         return layer.keys, layer.values
 
-    def _first_rows(self, rows: int, layers: int) -> Any:
-        """A new cache of stock's first rows in its first layers."""
-        from transformers import DynamicCache
+    def restore_state(self, cache: Any, layer_idx: int) -> None:
+        """Give a layer of a filled cache stock's state behind the bulk, if it keeps one."""
+        if self.layout.keeps_state(layer_idx):
+            caches.copy_state(cache, layer_idx, self._states[self.fill_end])
 
-        cache = DynamicCache()
+    def _first_rows(self, rows: int, layers: int, *, hidden_from: int | None = None) -> Any:
+        """A new cache of stock's first rows in its first layers, with the states behind them.
+
+        From layer ``hidden_from`` on, states are those behind the head's rows alone.
+        """
+        cache = whole_cache(self.layout)
         for layer_idx in range(layers):
-            keys, values = self.exact_rows(layer_idx)
-            cache.update(keys[..., :rows, :], values[..., :rows, :], layer_idx)
+            if self.layout.keeps_keys(layer_idx):
+                keys, values = self.exact_rows(layer_idx)
+                cache.update(keys[..., :rows, :], values[..., :rows, :], layer_idx)
+            seen = rows if hidden_from is None or layer_idx < hidden_from else self.head
+            if self.layout.keeps_state(layer_idx) and seen:
+                caches.copy_state(cache, layer_idx, self._states[seen])
         return cache
 
     @contextmanager
@@ -167,15 +190,15 @@ class PairedPrompt:
 
         ``share`` and ``scorer`` belong to `SELECTING_VARIANTS`, ``edit`` (of the filled cache) to those that fill.
         """
-        layout, rows = self._variants.layout, int(self.ids.shape[1])
+        layers, rows = self.layout.num_layers, int(self.ids.shape[1])
         span, nothing = (self.head, self.fill_end), torch.empty(0, dtype=torch.int64, device=self.ids.device)
         if variant == "stock":
-            yield FilledTail(self.stock, self._first_rows(rows, layout.num_layers), span, nothing, 0)
+            yield FilledTail(self.stock, self._first_rows(rows, layers), span, nothing, 0)
             return
         if variant == "no bulk":
-            cache, model = self._first_rows(self.fill_end, layout.num_layers), self._variants.model
+            cache, model = self._first_rows(self.fill_end, layers, hidden_from=split), self._variants.model
             with late_layers_without_bulk(model, split=split, head=self.head, tail=self.tail, rows=rows):
-                with self._known.hand_back(split, self.exact_rows):
+                with self._known.hand_back(split, self._cache):
                     logits = prefill_logits(model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
                 yield FilledTail(logits, cache, span, nothing, 0)
             return
@@ -190,7 +213,7 @@ class PairedPrompt:
             fill_start=head,
             fill_end=self.fill_end,
         )
-        head_cache = self._first_rows(head, layout.num_layers) if head else None
+        head_cache = self._first_rows(head, layers) if head else None
         bulk = Bulk(0, stream, layer_kwargs, self._rotary_outputs, head_cache, None)
         settings, choice = self._variants.settings(split, variant), None
         if variant in SELECTING_VARIANTS:
@@ -198,7 +221,7 @@ class PairedPrompt:
                 scorer = RandomScorer()
             choice = self._variants.choice(split, share=share, scorer=scorer, drop=variant == "drop")
             settings = replace(settings, selects_rows=True)
-        keep, shortcut = self._logits_to_keep, self._known.hand_back(split, self.exact_rows)
+        keep, shortcut = self._logits_to_keep, self._known.hand_back(split, self._cache)
         with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, edit, keep, shortcut) as filled:
             yield filled
 
@@ -233,7 +256,7 @@ def evaluate(
     variants: Sequence[str] = VARIANTS,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Result]:
-    """Score every variant at every split on every window, all against the same one-shot stock prefill.
+    """Score every variant at every split on every window, all against the same stock prefill.
 
     Variants: ``fill`` (tier speed), ``quality`` (a tenth of the bulk exact, by the tail's attention), and controls:
     ``random rows`` (as many, drawn at random), ``drop`` (quality's rows, the others hidden from the late layers instead
