@@ -124,7 +124,7 @@ def study_splices(
     upwards = [recover(components[-1], late[: number + 1]) for number in range(len(late))]
     downwards = [recover(components[-1], late[number:]) for number in reversed(range(len(late)))]
     by_keys = sorted((r for r in layers if r.splice.component == "keys"), key=lambda r: -r.share)[:_WORST_LAYERS]
-    heads = []
+    heads: list[Recovered] = []
     for of_layer in by_keys:
         kv_heads = pairs[0].exact_rows(of_layer.splice.layers[0])[0].shape[1]
         heads += [recover("keys", of_layer.splice.layers, kv_head) for kv_head in range(kv_heads)]
