@@ -35,8 +35,8 @@ import ridgefill
 from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, calibration_texts, model_folder
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import held_out_windows, unseen_texts
 from ridgefill.evaluate.report import machine, machine_line
+from ridgefill.evaluate.windows import held_out_windows, unseen_texts
 from ridgefill.guard import PROBE_ROWS
 from ridgefill.layout import cache_argument_name
 from ridgefill.maps import RidgeMaps

@@ -26,10 +26,12 @@ from rich.table import Table
 
 from ridgefill.cli.loading import load_model
 from ridgefill.demo import model_folder
+from ridgefill.evaluate.answers import ORACLE, Answer, Setting, answer_item, cell
 from ridgefill.evaluate.journal import Journal
-from ridgefill.evaluate.needle import ORACLE, Answer, Filler, Item, Setting, answer_item, build_items, cell
-from ridgefill.evaluate.quality import Variants, unseen_texts
+from ridgefill.evaluate.needle import Filler, Item, build_items
+from ridgefill.evaluate.paired import Variants
 from ridgefill.evaluate.report import machine_line
+from ridgefill.evaluate.windows import unseen_texts
 from ridgefill.maps import RidgeMaps
 
 COLUMNS = {"filled": "fill", "random": "random rows", "attention": "quality", "drop": "drop", "oracle": ORACLE}

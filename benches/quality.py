@@ -24,9 +24,10 @@ from rich.table import Table
 
 from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, calibration_texts, model_folder
-from ridgefill.evaluate.quality import VARIANTS, Result, evaluate, held_out_windows, unseen_texts
+from ridgefill.evaluate.paired import VARIANTS, Result, evaluate
 from ridgefill.evaluate.report import machine, machine_line
 from ridgefill.evaluate.stats import Interval, mean_interval, ratio_interval
+from ridgefill.evaluate.windows import held_out_windows, unseen_texts
 from ridgefill.maps import RidgeMaps
 
 # Issue 3, SmolLM2: the fill's KL and |dNLL| as a share of the control whose late layers see no bulk row.

@@ -28,11 +28,14 @@ from rich.table import Table
 from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, model_folder
 from ridgefill.errors import RidgeFillError
+from ridgefill.evaluate.answers import greedy_answers, is_right
 from ridgefill.evaluate.journal import Journal
-from ridgefill.evaluate.needle import Filler, Item, build_items, greedy_answers, is_right
-from ridgefill.evaluate.quality import PairedPrompt, Variants, Window, held_out_windows, score_tail, unseen_texts
+from ridgefill.evaluate.needle import Filler, Item, build_items
+from ridgefill.evaluate.paired import PairedPrompt, Variants
+from ridgefill.evaluate.quality import score_tail
 from ridgefill.evaluate.report import machine_line
 from ridgefill.evaluate.stats import ratio_interval
+from ridgefill.evaluate.windows import Window, held_out_windows, unseen_texts
 from ridgefill.maps import RidgeMaps
 from ridgefill.scorers import AttentionScorer, RandomScorer, RowScorer
 

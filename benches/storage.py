@@ -30,9 +30,11 @@ from rich.table import Table
 
 from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, calibration_texts, model_folder
-from ridgefill.evaluate.quality import BulkPrefill, Score, held_out_windows, prefill_logits, unseen_texts
+from ridgefill.evaluate.filled import BulkPrefill
+from ridgefill.evaluate.quality import Score, prefill_logits
 from ridgefill.evaluate.report import machine, machine_line
 from ridgefill.evaluate.stats import Interval, mean_interval
+from ridgefill.evaluate.windows import held_out_windows, unseen_texts
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps
 from ridgefill.solve import RANK_SHARES, fit_sums, load_sums, sum_texts

@@ -27,9 +27,10 @@ from ridgefill.capture import text_windows
 from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, model_folder, standard_texts
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import Result, Window, evaluate
+from ridgefill.evaluate.paired import Result, evaluate
 from ridgefill.evaluate.report import machine, machine_line
 from ridgefill.evaluate.stats import mean_interval
+from ridgefill.evaluate.windows import Window
 from ridgefill.solve import fit
 from ridgefill.texts import ChatFormat, NamedText, find_texts
 

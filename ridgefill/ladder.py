@@ -11,7 +11,8 @@ import torch
 
 from ridgefill import _core
 from ridgefill.errors import FitError
-from ridgefill.evaluate.quality import PairedPrompt, Score, Variants
+from ridgefill.evaluate.paired import PairedPrompt, Variants
+from ridgefill.evaluate.quality import Score
 from ridgefill.evaluate.stats import Interval, mean_interval
 from ridgefill.layout import model_shape
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgefill.evaluate.quality import BulkPrefill, Score, prefill_logits
+from ridgefill.evaluate.filled import BulkPrefill
+from ridgefill.evaluate.quality import Score, prefill_logits
 from ridgefill.evaluate.stats import mean_interval
 from ridgefill.maps import RidgeMaps, SplitMaps, basis_dtype
 from ridgefill.state_fit import LEAST_CHUNK_ENDS, StateErrors, corrections

@@ -25,7 +25,9 @@ from ridgefill.evaluate.distance import (
     token_groups,
 )
 from ridgefill.evaluate.needle import Filler, build_items
-from ridgefill.evaluate.quality import Variants, Window, prefill_logits
+from ridgefill.evaluate.paired import Variants
+from ridgefill.evaluate.quality import prefill_logits
+from ridgefill.evaluate.windows import Window
 
 TAIL = 24
 

@@ -22,6 +22,7 @@ from tiny import random_maps, tiny_model
 from ridgefill.attachment import attach
 from ridgefill.cli.main import commands
 from ridgefill.errors import MapSchemaError, RidgeFillError
+from ridgefill.evaluate.answers import Answer
 from ridgefill.evaluate.distance import FarSettings, GroupScore
 from ridgefill.evaluate.gate import (
     GateRun,
@@ -35,7 +36,7 @@ from ridgefill.evaluate.gate import (
     standard_material,
     verdict_of,
 )
-from ridgefill.evaluate.needle import Answer, Filler, Item, build_items
+from ridgefill.evaluate.needle import Filler, Item, build_items
 from ridgefill.evaluate.report import page, write_report
 from ridgefill.maps import RidgeMaps
 from ridgefill.verdict import gate_word
@@ -185,7 +186,7 @@ def _scores(kl: float = 0.0, dnll: float = 0.0, far: float = 0.0, control: float
 def _judged(answers: list[Answer], scores: list[GroupScore], rows_filled: int = 9) -> dict[str, Any]:
     settings = replace(SETTINGS, splits=(3,))
     cost = [{"split": 3, "tier": "speed", "rows_filled": rows_filled, "tokens": 64, "reason": "too short"}]
-    return _result(answers, scores, cost, _controls(scores, 3, settings), 3, "speed", settings)
+    return _result(answers, scores, cost, _controls(scores, 3, settings.tiers), 3, "speed", settings)
 
 
 def test_each_line_and_each_control_can_fail_the_gate_alone() -> None:

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 import ridgefill
 from ridgefill.errors import FitError
-from ridgefill.evaluate.quality import identity_maps
+from ridgefill.evaluate.controls import identity_maps
 from ridgefill.maps import LayerMap, RidgeMaps
 from ridgefill.matrices import Codes, Factors, converted, dense, dequantised, quantised, stored
 from ridgefill.sample import Sample

@@ -15,24 +15,21 @@ from recall import SPLIT, WORDING, filler_texts, recall_maps, recall_model, word
 
 from ridgefill.attachment import attach
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.journal import Journal
-from ridgefill.evaluate.needle import (
+from ridgefill.evaluate.answers import (
     ORACLE,
-    WORDINGS,
     Answer,
-    Filler,
-    Item,
     Setting,
     StockAccuracy,
     answer_item,
-    build_items,
     cell,
     disagreements,
     heat_map,
     is_right,
     usable_prompts,
 )
-from ridgefill.evaluate.quality import Variants
+from ridgefill.evaluate.journal import Journal
+from ridgefill.evaluate.needle import WORDINGS, Filler, Item, build_items
+from ridgefill.evaluate.paired import Variants
 from ridgefill.evaluate.stats import (
     exact_mcnemar,
     minimum_detectable_effect,
@@ -212,7 +209,7 @@ def test_answers_decoded_together_are_those_decoded_alone(model: Any, monkeypatc
     )
     together = answers(model, "forget", settings, count=4, controls=0)
     assert {1, 4} == set(widths)  # prefills and those who mask alone; stock and three settings in one
-    monkeypatch.setattr("ridgefill.evaluate.needle._JOINED_CACHE_BYTES", 0)
+    monkeypatch.setattr("ridgefill.evaluate.answers._JOINED_CACHE_BYTES", 0)
     widths.clear()
     alone = answers(model, "forget", settings, count=4, controls=0)
     handle.remove()

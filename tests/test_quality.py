@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,33 +11,33 @@ import numpy as np
 import pytest
 import torch
 from tiny import prompt, random_maps, tiny_model
+from transformers import DynamicCache
 
 from ridgefill.agreement import target_rows
 from ridgefill.attachment import attach
 from ridgefill.capture import BlockInputs
 from ridgefill.demo import KINDS, calibration_texts, standard_texts
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import (
+from ridgefill.evaluate.controls import (
+    direct_obstacle,
+    direct_ridge,
+    identity_maps,
+    late_layers_without_bulk,
+    swapped_maps,
+)
+from ridgefill.evaluate.filled import BulkPrefill
+from ridgefill.evaluate.paired import (
     SELECTING_VARIANTS,
     SHARE,
     VARIANTS,
-    BulkPrefill,
-    ExactPrefill,
     PairedPrompt,
     Result,
     Variants,
-    direct_obstacle,
-    direct_ridge,
     evaluate,
-    held_out_windows,
-    identity_maps,
-    late_layers_without_bulk,
-    prefill_logits,
-    score_fill,
-    score_tail,
-    swapped_maps,
 )
+from ridgefill.evaluate.quality import Score, prefill_logits, score_fill, score_tail
 from ridgefill.evaluate.stats import mean_interval, ratio_interval
+from ridgefill.evaluate.windows import held_out_windows
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import LayerMap, RidgeMaps
 from ridgefill.moments import Moments
@@ -157,6 +158,31 @@ def test_unknown_texts_are_refused_by_name() -> None:
 
 
 # --- controls on a tiny model --------------------------------------------------------------------------------------
+
+
+class ExactPrefill:
+    """One stock prefill, kept: its tail logits, and the cache of its rows before the tail.
+
+    The oracle of what hides the bulk: no noted layer, nothing shared between splits.
+    """
+
+    def __init__(self, model: Any, ids: torch.Tensor, tail: int) -> None:
+        self._model, self._ids, self._tail = model, ids, tail
+        # Without a config every layer keeps every row, so that the tail can be cropped off a sliding layer too.
+        self._cache = DynamicCache()
+        self.logits = prefill_logits(model, ids, tail, self._cache)  # [tail, vocab]
+        self._cache.crop(-tail)
+
+    def tail_logits(self) -> torch.Tensor:
+        """Stock's tail logits ``[tail, vocab]`` over a copy of the cache."""
+        return prefill_logits(self._model, self._ids[:, -self._tail :], self._tail, copy.deepcopy(self._cache))
+
+    def score_without_bulk(self, *, split: int, head: int = 4) -> Score:
+        """The score of late layers that see no bulk row at all."""
+        rows = self._ids.shape[1]
+        with late_layers_without_bulk(self._model, split=split, head=head, tail=self._tail, rows=rows):
+            logits = self.tail_logits()
+        return score_tail(self.logits, logits, self._ids, rows_filled=0)
 
 
 def test_hidden_bulk_is_really_hidden_and_nothing_else_is() -> None:

@@ -11,7 +11,7 @@ from test_distance import documents
 from tiny import prompt, random_maps, tiny_model
 
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import PairedPrompt, Variants
+from ridgefill.evaluate.paired import PairedPrompt, Variants
 from ridgefill.evaluate.splice import (
     COMPONENTS,
     Recovered,

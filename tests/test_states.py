@@ -18,7 +18,8 @@ from transformers import DynamicCache
 import ridgefill
 from ridgefill.capture import TextRecord, Window
 from ridgefill.errors import AttachError
-from ridgefill.evaluate.quality import BulkPrefill, prefill_logits
+from ridgefill.evaluate.filled import BulkPrefill
+from ridgefill.evaluate.quality import prefill_logits
 from ridgefill.evaluate.stats import mean_interval
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps

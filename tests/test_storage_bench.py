@@ -14,7 +14,9 @@ from tiny import prompt, tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ridgefill.evaluate.quality import BulkPrefill, Window, prefill_logits
+from ridgefill.evaluate.filled import BulkPrefill
+from ridgefill.evaluate.quality import prefill_logits
+from ridgefill.evaluate.windows import Window
 from ridgefill.solve import fit_sums, sum_texts
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,8 @@ from tiny_tokenizer import byte_tokenizer, random_text
 from transformers import AutoModelForCausalLM
 
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import Window, evaluate
+from ridgefill.evaluate.paired import evaluate
+from ridgefill.evaluate.windows import Window
 from ridgefill.solve import fit
 from ridgefill.texts import ChatFormat, find_texts
 

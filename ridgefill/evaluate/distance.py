@@ -13,8 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from ridgefill.capture import special_prefix
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import SHARE, PairedPrompt, Variants, Window, token_scores
+from ridgefill.evaluate.paired import SHARE, PairedPrompt, Variants
+from ridgefill.evaluate.quality import token_scores
 from ridgefill.evaluate.stats import Interval, ratio_interval
+from ridgefill.evaluate.windows import Window
 
 if TYPE_CHECKING:
     from torch import nn

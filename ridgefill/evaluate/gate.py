@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ridgefill.attachment import attach
 from ridgefill.demo import KINDS, standard_texts
-from ridgefill.errors import RidgeFillError
+from ridgefill.errors import RidgeFillError, UnsupportedModelError
+from ridgefill.evaluate.answers import (
+    Answer,
+    Setting,
+    answer_item,
+    cell,
+    disagreements,
+    heat_map,
+    usable_prompts,
+)
+from ridgefill.evaluate.controls import direct_obstacle
+from ridgefill.evaluate.cost import measure_costs
 from ridgefill.evaluate.distance import (
     GROUPS,
     FarSettings,
@@ -23,19 +30,8 @@ from ridgefill.evaluate.distance import (
     score_document,
     summarise,
 )
-from ridgefill.evaluate.needle import (
-    Answer,
-    Filler,
-    Item,
-    Setting,
-    answer_item,
-    build_items,
-    cell,
-    disagreements,
-    heat_map,
-    usable_prompts,
-)
-from ridgefill.evaluate.quality import SHARE, Variants, Window, direct_obstacle, held_out_windows, unseen_texts
+from ridgefill.evaluate.needle import Filler, Item, build_items
+from ridgefill.evaluate.paired import SHARE, Variants
 from ridgefill.evaluate.report import machine
 from ridgefill.evaluate.splice import attribution, study_splices
 from ridgefill.evaluate.stats import (
@@ -45,7 +41,7 @@ from ridgefill.evaluate.stats import (
     scipy_stats,
     sign_test,
 )
-from ridgefill.layout import cache_argument_name
+from ridgefill.evaluate.windows import Window, held_out_windows, unseen_texts
 from ridgefill.maps import RidgeMaps
 
 if TYPE_CHECKING:
@@ -63,7 +59,6 @@ _NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.7, 0.87, 0.95
 _CERTAIN_P = 1e-3
 _LEAST_ITEMS, _LEAST_DOCUMENTS, _STOCK_PROBES = 8, 3, 10
 _SPLICE_PROMPTS, _SPLICE_TAIL = 2, 64
-_TIMED_ROUNDS, _DECODED_TOKENS = 3, 16
 
 
 @dataclass(frozen=True)
@@ -164,12 +159,14 @@ def run_gate(
 
     A line passes when its interval lies within the limits, fails when it lies outside, and is undecided in between. A
     split and tier passes when every line does; it fails too when its controls do not come out worse, or when a prompt
-    of the longest length filled no row.
+    of the longest length filled no row. Tier ``quality`` is not judged where this model refuses it; the reason is among
+    ``refused``.
 
     Raises:
         RidgeFillError: settings that make no sense; no length at which the stock model itself answers; a variant that
             was to be measured filled nothing.
         MapSchemaError: the maps lack a split.
+        UnsupportedModelError: the model refuses every tier that was to be tried.
     """
     if not settings.splits or not settings.tiers or not set(settings.tiers) <= set(VARIANT_OF):
         raise RidgeFillError(f"splits {settings.splits}, tiers {settings.tiers}: expected splits, and {[*VARIANT_OF]}")
@@ -183,6 +180,12 @@ def run_gate(
 
     material = material or standard_material(tokenizer, maps, settings)
     variants = Variants(model, maps)
+    unselectable = _unselectable(variants, settings)
+    asked_for = [(split, tier) for split in settings.splits for tier in settings.tiers]
+    tried = [(split, tier) for split, tier in asked_for if tier != "quality" or split not in unselectable]
+    tiers = {split: [tier for at, tier in tried if at == split] for split, _ in tried}
+    if not tried:
+        raise UnsupportedModelError(f"there is no tier to judge: {next(iter(unselectable.values()))}")
     # Needles: stock first, at every length and with every number of them.
     groups: dict[tuple[int, int], list[Item]] = {}
     for length in settings.lengths:
@@ -192,7 +195,7 @@ def run_gate(
     progress("stock", 0, None)
     sample = [item for items in groups.values() for item in items[:_STOCK_PROBES]]
     usable = usable_prompts(variants, tokenizer, sample, tail=settings.tail)
-    columns = [Setting(s, VARIANT_OF[t], _share(settings, t)) for s in settings.splits for t in settings.tiers]
+    columns = [Setting(split, VARIANT_OF[tier], _share(settings, tier)) for split, tier in tried]
     # Lengths take turns, and depths are spread, so that a budget that ends early has seen all of both.
     turns = zip_longest(*(groups[group.tokens, group.needles] for group in usable))
     queue = [item for turn in turns for item in turn if item is not None]
@@ -212,10 +215,10 @@ def run_gate(
             f"{len(documents)} texts hold {longest:,} tokens, intervals need {_LEAST_DOCUMENTS}; name shorter lengths"
         )
     # Where keys are not linear in what the maps predict, nothing can be said of a direct ridge.
-    left_out = {"direct"} if any(direct_obstacle(variants.layout, maps.at(s)) for s in settings.splits) else set()
+    left_out = {"direct"} if any(direct_obstacle(variants.layout, maps.at(split)) for split in tiers) else set()
+    left_out |= {"drop"} if unselectable else set()
     baselines = [name for name in BASELINES if name not in left_out]
-    scored = _scored_variants(settings, baselines)
-    pairs = [(split, variant) for split in settings.splits for variant in scored]
+    pairs = [(split, variant) for split in tiers for variant in _scored_variants(tiers[split], baselines)]
     scores: list[GroupScore] = []
     for number, text in enumerate(documents):
         if number >= _LEAST_DOCUMENTS and spent() > _DISTANCE_UNTIL:
@@ -224,25 +227,26 @@ def run_gate(
         options: dict[str, Any] = {"tail": settings.tail, "head": settings.head, "share": settings.share}
         scores += score_document(variants, tokenizer, text, pairs, far=settings.far, **options)
     splices = {}
-    for number, split in enumerate(settings.splits):
+    for number, split in enumerate(tiers):
         if spent() > _SPLICE_UNTIL:
             break
-        progress("splice", number, len(settings.splits))
+        progress("splice", number, len(tiers))
         splices[split] = _splice(variants, documents, split, settings, longest)
     progress("cost", 0, None)
-    prompt = documents[0].ids
-    cost = measure_costs(model, maps, prompt, settings)
-    controls = [control for split in settings.splits for control in _controls(scores, split, settings)]
-    results = [
-        _result(answers, scores, cost, controls, split, tier, settings)
-        for split in settings.splits
-        for tier in settings.tiers
-    ]
+    rule = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
+    cost = measure_costs(model, maps, documents[0].ids, tried, share=settings.share, **rule)
+    controls = [control for split in tiers for control in _controls(scores, split, tiers[split])]
+    results = [_result(answers, scores, cost, controls, split, tier, settings) for split, tier in tried]
     document = {
         "verdict": _overall(results),
         "results": results,
+        "refused": [
+            {"split": split, "tier": tier, "reason": unselectable[split]}
+            for split, tier in asked_for
+            if (split, tier) not in tried
+        ],
         "controls": controls,
-        "baselines": [_baseline(scores, split, name) for split in settings.splits for name in baselines],
+        "baselines": [_baseline(scores, split, name) for split in tiers for name in baselines],
         "splices": splices,
         "cost": cost,
         "stock_accuracy": [asdict(group) for group in usable],
@@ -287,15 +291,27 @@ def _spread(items: Sequence[Item]) -> list[Item]:
     return [item for turn in zip_longest(*ordered) for item in turn if item is not None]
 
 
-def _control_names(settings: GateSettings) -> list[str]:
+def _unselectable(variants: Variants, settings: GateSettings) -> dict[int, str]:
+    """Splits at which this model lets no rows be selected, and why."""
+    found = {}
+    for split in settings.splits:
+        variants.settings(split)  # whatever does not even fill is an error
+        try:
+            variants.choice(split, share=settings.share)
+        except UnsupportedModelError as error:
+            found[split] = str(error)
+    return found
+
+
+def _control_names(tiers: Sequence[str]) -> list[str]:
     """Controls of the fill itself always; of the choice of rows where rows are chosen."""
-    return [control for control, tier in CONTROLS.items() if tier == "speed" or tier in settings.tiers]
+    return [control for control, tier in CONTROLS.items() if tier == "speed" or tier in tiers]
 
 
-def _scored_variants(settings: GateSettings, baselines: Sequence[str]) -> list[str]:
+def _scored_variants(tiers: Sequence[str], baselines: Sequence[str]) -> list[str]:
     """Every variant whose loss is measured; the controls are compared with the plain fill, whatever is tried."""
-    tried = (VARIANT_OF[tier] for tier in settings.tiers)
-    return list(dict.fromkeys(["fill", *tried, *_control_names(settings), *baselines]))
+    tried = (VARIANT_OF[tier] for tier in tiers)
+    return list(dict.fromkeys(["fill", *tried, *_control_names(tiers), *baselines]))
 
 
 def _splice(
@@ -331,10 +347,10 @@ def verdict_of(low: float, high: float, limit: float) -> str:
     return "pass" if high <= limit else "fail" if low > limit else "undecided"
 
 
-def _controls(scores: Sequence[GroupScore], split: int, settings: GateSettings) -> list[dict[str, Any]]:
+def _controls(scores: Sequence[GroupScore], split: int, tiers: Sequence[str]) -> list[dict[str, Any]]:
     """Whether each control came out worse than its tier, by KL over the whole tail, paired by document."""
     found = []
-    for control in _control_names(settings):
+    for control in _control_names(tiers):
         tier = CONTROLS[control]
         excess = differences(scores, split, control, VARIANT_OF[tier], "whole tail")
         interval = mean_interval(excess)
@@ -467,104 +483,3 @@ def map_file_entry(document: dict[str, Any]) -> dict[str, Any]:
             for result in passed
         ],
     }
-
-
-# --- cost ----------------------------------------------------------------------------------------------------------
-
-
-def measure_costs(model: nn.Module, maps: RidgeMaps, ids: torch.Tensor, settings: GateSettings) -> list[dict[str, Any]]:
-    """Return times and memory of exact and filled prefills of ``ids`` ``[1, rows]`` with `attach`, by split and tier.
-
-    In each round the exact one and all filled ones take turns.
-
-    Medians in ms and tokens a second, wall clock, the fill included; ``decode_ratio`` and ``short_ratio`` (a prompt
-    no longer than the tail, which never fills) are attached over exact, 1 if they are unharmed. The peak is of this
-    process on a CPU (Linux; elsewhere None), of the device's memory on a GPU.
-    """
-    options: dict[str, Any] = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
-    bare = replace(maps, gate=None)  # this very gate decides what attaching should warn of
-    ids = ids.to(next(model.parameters()).device)
-    exact_times: list[dict[str, float]] = []
-    columns = [(split, tier) for split in settings.splits for tier in settings.tiers]
-    filled_times: dict[tuple[int, str], list[dict[str, float]]] = {column: [] for column in columns}
-    statuses: dict[tuple[int, str], dict[str, Any]] = {column: {} for column in columns}
-    for _ in range(_TIMED_ROUNDS):
-        exact_times.append(_timed(model, ids, settings.tail))
-        for split, tier in columns:
-            share = settings.share if tier == "quality" else None
-            with attach(model, bare, split=split, tier=tier, share=share, **options) as attachment:
-                times = _timed(model, ids, settings.tail, attachment.status, statuses[split, tier])
-            filled_times[split, tier].append(times)
-    return [
-        _cost(*column, ids.shape[1], _medians(exact_times), _medians(filled_times[column]), statuses[column])
-        for column in columns
-    ]
-
-
-def _medians(times: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(t[name] for t in times) for name in times[0]}
-
-
-def _cost(
-    split: int, tier: str, tokens: int, exact: dict[str, float], filled: dict[str, float], status: dict[str, Any]
-) -> dict[str, Any]:
-    medians = {"exact": exact, "filled": filled}
-    return {
-        "split": split,
-        "tier": tier,
-        "tokens": tokens,
-        "rows_filled": status["rows_filled"],
-        "rows_selected": status["rows_selected"],
-        "reason": status["reason"],
-        "ttft_ratio": exact["ttft_ms"] / filled["ttft_ms"],
-        "decode_ratio": filled["decode_tokens_per_s"] / exact["decode_tokens_per_s"],
-        "short_ratio": filled["short_ms"] / exact["short_ms"],
-        **{f"{name}_{side}": medians[side][name] for name in ("ttft_ms", "decode_tokens_per_s") for side in medians},
-        **{f"peak_mib_{side}": medians[side].get("peak_mib") for side in medians},
-    }
-
-
-@torch.no_grad()
-def _timed(
-    model: nn.Module,
-    ids: torch.Tensor,
-    short_tokens: int,
-    read_status: Callable[[], dict[str, Any]] | None = None,
-    status: dict[str, Any] | None = None,
-) -> dict[str, float]:
-    """One prefill, some decode steps, and one short prompt; ``status`` gets the prefill's."""
-    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    peak = _reset_peak(ids)
-    wait()
-    started = time.perf_counter()
-    output = model(ids, use_cache=True, logits_to_keep=1)
-    wait()
-    found = {"ttft_ms": 1e3 * (time.perf_counter() - started)}
-    if (mib := peak()) is not None:
-        found["peak_mib"] = mib
-    if read_status is not None and status is not None:
-        status.update(read_status())
-    argument = str(cache_argument_name(model.forward))
-    cache = {argument: output[argument]}
-    started = time.perf_counter()
-    for _ in range(_DECODED_TOKENS):
-        output = model(output.logits[:, -1:].argmax(-1), use_cache=True, logits_to_keep=1, **cache)
-    wait()
-    found["decode_tokens_per_s"] = _DECODED_TOKENS / (time.perf_counter() - started)
-    started = time.perf_counter()
-    model(ids[:, :short_tokens], use_cache=True, logits_to_keep=1)
-    wait()
-    found["short_ms"] = 1e3 * (time.perf_counter() - started)
-    return found
-
-
-def _reset_peak(ids: torch.Tensor) -> Callable[[], float | None]:
-    """Begin a new peak of memory; the function returns it in MiB, or None where nothing tells."""
-    if ids.is_cuda:
-        torch.cuda.reset_peak_memory_stats(ids.device)
-        return lambda: torch.cuda.max_memory_allocated(ids.device) / 2**20
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return lambda: None
-    return lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024

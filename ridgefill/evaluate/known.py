@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
+from ridgefill import caches
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import Cache
 
     from ridgefill.layout import DecoderLayout
 
 
 class KnownLayers:
-    """The first layers' outputs for the last rows of one prompt, noted in a pass over all of it.
+    """The first layers' outputs for the last ``rows`` rows of one prompt, noted in a pass that ends with them.
 
     Every variant of a fill has the same layers below its split. A pass that hands these back instead of running them
     costs what the layers from the split on do; its hooks see the true block inputs.
     """
 
-    def __init__(self, layout: DecoderLayout, count: int, first_row: int) -> None:
-        self._layout, self._count, self._first_row = layout, count, first_row
+    def __init__(self, layout: DecoderLayout, count: int, rows: int) -> None:
+        self._layout, self._count, self._rows = layout, count, rows
         self._outputs: list[Any] = [None] * count
 
     @contextmanager
@@ -42,32 +43,30 @@ class KnownLayers:
         """The tail's rows of a block output ``[batch, rows, d]``, or of the first of several."""
         if isinstance(output, tuple):
             return (self._cut(output[0]), *output[1:])
-        return output[:, self._first_row :].clone()  # a view would keep all rows of every layer
+        return output[:, -self._rows :].clone()  # a view would keep all rows of every layer
 
     @contextmanager
-    def hand_back(self, split: int, rows_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    def hand_back(self, split: int, stock: Cache) -> Iterator[None]:
         """Layers below ``split`` give what is known in one pass over the tail inside the block.
 
-        ``rows_of(layer)`` are the prompt's keys and values ``[batch, heads, rows, dim]``; the tail's are put in the
-        cache.
+        ``stock`` is the cache that the noted pass left, with every row: the tail's keys and values, and the states
+        behind it, are taken from there.
         """
         with ExitStack() as undo:
             for layer_idx in range(split):
                 layer = self._layout.layers[layer_idx]
                 own = vars(layer).get("forward")  # an instance's own, where a library has put one
                 undo.callback(functools.partial(_set_forward, layer, own))
-                _set_forward(layer, functools.partial(self._give, layer_idx, rows_of))
+                _set_forward(layer, functools.partial(self._give, layer_idx, stock))
             yield
 
-    def _give(
-        self,
-        layer_idx: int,
-        rows_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
-        *_: Any,
-        **layer_kwargs: Any,
-    ) -> Any:
-        keys, values = (tensor[..., self._first_row :, :] for tensor in rows_of(layer_idx))
-        layer_kwargs[self._layout.cache_argument].update(keys, values, layer_idx)
+    def _give(self, layer_idx: int, stock: Cache, *_: Any, **layer_kwargs: Any) -> Any:
+        cache = layer_kwargs[self._layout.cache_argument]
+        if self._layout.keeps_keys(layer_idx):
+            kept: Any = stock.layers[layer_idx]
+            cache.update(*(rows[..., -self._rows :, :] for rows in (kept.keys, kept.values)), layer_idx)
+        if self._layout.keeps_state(layer_idx):
+            caches.copy_state(cache, layer_idx, stock)
         return self._outputs[layer_idx]
 
 

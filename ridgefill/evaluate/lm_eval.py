@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ridgefill.attachment import attach
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import identity_maps
+from ridgefill.evaluate.controls import identity_maps
 from ridgefill.layout import causal_lm
 from ridgefill.maps import RidgeMaps
 

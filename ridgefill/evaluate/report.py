@@ -66,6 +66,8 @@ th:first-child, td:first-child { text-align: left; } caption { text-align: left;
 svg text { font: 12px system-ui, sans-serif; fill: #222; } details { margin: .5rem 0; } pre { white-space: pre-wrap; }
 """
 _COLOURS = ("#1f5fa8", "#c2571a", "#3a7d44", "#7b4a9e", "#a33b5c", "#5c6b73")
+# What a splice's bars show of each layer, where it keeps that.
+_BARS = ("keys", "values", "recurrent state")
 _MEANING = {
     "pass": "turn it on, with these settings",
     "undecided": "not enough was seen to say: give it more prompts or a larger budget",
@@ -114,6 +116,7 @@ def page(document: dict[str, Any]) -> str:
         + f". Fewer than {show('least_lost_needles')} lost needles of a cell cannot be told from chance.</p>",
         "<h2>Verdict</h2>",
         _verdicts(document, show, names),
+        *(f"<p>S={e['split']}, {e['tier']}: not judged: {escape(e['reason'])}</p>" for e in document["refused"]),
         '<div class="row">',
         _pareto(document, names),
         _loss_by_distance(document, names),
@@ -284,7 +287,7 @@ def _heat_maps(document: dict[str, Any], show: _Figures, number: int, name: str)
 
 
 def _splices(document: dict[str, Any], show: _Figures, split: str) -> str:
-    """Bars by component, bars by layer for keys and values, and what to try."""
+    """Shares by component, bars by layer for keys, values and states, and what to try."""
     found = document["splices"][split]
     if not found["recovered"]:
         return f"<h3>S={split}</h3><p>The fill of these texts is exact: there is nothing to recover.</p>"
@@ -292,14 +295,16 @@ def _splices(document: dict[str, Any], show: _Figures, split: str) -> str:
     body = ""
     layers = sorted({entry["layer"] for entry in found["layers"]})
     width = 400 / len(layers)
-    for number, component in enumerate(("keys", "values")):
+    parts = [part for part in _BARS if any(entry["component"] == part for entry in found["layers"])]
+    bar = width / (len(parts) + 0.5)
+    for number, component in enumerate(parts):
         colour = _COLOURS[number]
         for entry in found["layers"]:
             if entry["component"] == component:
                 height = 150 * min(1.0, max(0.0, entry["share"]))
-                x = 40 + width * layers.index(entry["layer"]) + number * width / 2.5
+                x = 40 + width * layers.index(entry["layer"]) + number * bar
                 body += (
-                    f'<rect x="{x:.1f}" y="{180 - height:.1f}" width="{width / 2.5:.1f}" height="{height:.1f}" '
+                    f'<rect x="{x:.1f}" y="{180 - height:.1f}" width="{bar:.1f}" height="{height:.1f}" '
                     f'fill="{colour}"><title>layer {entry["layer"]}, {component}: {entry["share"]:.1%}</title></rect>'
                 )
         body += f'<text x="{60 + 90 * number}" y="14" style="fill: {colour}">{component}</text>'

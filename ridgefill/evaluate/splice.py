@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.quality import PairedPrompt, Variants, token_scores
+from ridgefill.evaluate.paired import PairedPrompt, Variants
+from ridgefill.evaluate.quality import token_scores
+
+if TYPE_CHECKING:
+    from ridgefill.layout import DecoderLayout
 
 COMPONENTS = ("keys", "key norms", "key directions", "values", "value norms", "both")
+# Of a layer that keeps one: its recurrent state, with the convolution's last rows.
+STATE = "recurrent state"
+EVERYTHING = "everything"
+# What a late layer may lose by itself; scale and direction are parts of these.
+PARTS = ("keys", "values", STATE)
 # Components that are put back layer by layer; the others, in all late layers at once.
-_BY_LAYER = ("keys", "key norms", "key directions", "values")
+_BY_LAYER = ("keys", "key norms", "key directions", "values", STATE)
 _WORST_LAYERS = 3
 # A fill whose KL to stock, in nats a token, is below this is exact but for rounding.
 _LEAST_KL = 1e-6
@@ -57,10 +66,11 @@ class SpliceStudy:
     upwards: list[Recovered]
     downwards: list[Recovered]
     heads: list[Recovered]
+    selectable: bool = True  # whether this model's rows can run exactly among filled ones
 
     def share(self, component: str) -> float:
-        """What a component of all late layers recovers."""
-        return next(r.share for r in self.whole if r.splice.component == component)
+        """What a component of all late layers recovers: nothing, where none of them keeps it."""
+        return next((r.share for r in self.whole if r.splice.component == component), 0.0)
 
 
 def study_splices(
@@ -76,7 +86,8 @@ def study_splices(
 
     Each prompt is prefilled once by the stock model, which leaves the exact rows and what the layers below the split
     give; a splice costs one fill of the late layers and one tail. About seven splices a late layer, and one for each
-    key-value head of the three layers that keys alone recover most.
+    key-value head of the three layers that keys alone recover most. What is put back from either end is all that the
+    layers keep: keys and values, and states.
 
     Nothing is lost where no layer is predicted, or where the fill is exact.
 
@@ -86,9 +97,11 @@ def study_splices(
     late = tuple(range(split + 1, variants.layout.num_layers))  # the split layer's rows are exact
     if not prompts:
         raise RidgeFillError(f"split {split}: 0 prompts to splice, expected at least one")
-    device = variants.layout.embeddings.device
+    layout, device = variants.layout, variants.layout.embeddings.device
     pairs = [PairedPrompt(variants, ids.to(device), tail=tail, head=head, splits=(split,)) for ids in prompts]
-    total = len(COMPONENTS) + (len(_BY_LAYER) + 2) * len(late)
+    components = _kept(layout, late)
+    alone = [(name, layer) for name in _BY_LAYER for layer in late if name in _kept(layout, [layer])]
+    total = len(components) + len(alone) + 2 * len(late)
     done = 0
 
     def run(splice: Splice | None) -> float:
@@ -106,15 +119,26 @@ def study_splices(
         kl = run(splice)
         return Recovered(splice, kl, 1 - kl / filled)
 
-    whole = [recover(component, late) for component in COMPONENTS]
-    layers = [recover(component, [layer]) for component in _BY_LAYER for layer in late]
-    upwards = [recover("both", late[: number + 1]) for number in range(len(late))]
-    downwards = [recover("both", late[number:]) for number in reversed(range(len(late)))]
+    whole = [recover(component, late) for component in components]
+    layers = [recover(component, [layer]) for component, layer in alone]
+    upwards = [recover(components[-1], late[: number + 1]) for number in range(len(late))]
+    downwards = [recover(components[-1], late[number:]) for number in reversed(range(len(late)))]
     by_keys = sorted((r for r in layers if r.splice.component == "keys"), key=lambda r: -r.share)[:_WORST_LAYERS]
-    kv_heads = pairs[0].exact_rows(split)[0].shape[1]
-    heads = [recover("keys", r.splice.layers, kv_head) for r in by_keys for kv_head in range(kv_heads)]
+    heads: list[Recovered] = []
+    for of_layer in by_keys:
+        kv_heads = pairs[0].exact_rows(of_layer.splice.layers[0])[0].shape[1]
+        heads += [recover("keys", of_layer.splice.layers, kv_head) for kv_head in range(kv_heads)]
     progress(total, total)
-    return SpliceStudy(split, len(pairs), filled, whole, layers, upwards, downwards, heads)
+    return SpliceStudy(
+        split, len(pairs), filled, whole, layers, upwards, downwards, heads, selectable=not layout.recurrent
+    )
+
+
+def _kept(layout: DecoderLayout, layers: Sequence[int]) -> tuple[str, ...]:
+    """The components that these layers keep, between them; the last one is all that they keep."""
+    keys = COMPONENTS if any(map(layout.keeps_keys, layers)) else ()
+    states = (STATE,) if any(map(layout.keeps_state, layers)) else ()
+    return (*keys, *states, *((EVERYTHING,) if keys and states else ()))
 
 
 def _spliced_kl(pair: PairedPrompt, split: int, splice: Splice | None) -> float:
@@ -125,13 +149,17 @@ def _spliced_kl(pair: PairedPrompt, split: int, splice: Splice | None) -> float:
 
 
 def put_back(pair: PairedPrompt, splice: Splice, cache: Any) -> None:
-    """Make a component of the bulk's filled rows exact in ``cache``, in place."""
+    """Make a component of the bulk's filled rows exact in ``cache``, in place, in those layers that keep it."""
     rows = slice(pair.head, pair.fill_end)
     heads = slice(None) if splice.head is None else slice(splice.head, splice.head + 1)
     for layer_idx in splice.layers:
+        if splice.component in (STATE, EVERYTHING):
+            pair.restore_state(cache, layer_idx)
+        if not pair.layout.keeps_keys(layer_idx):
+            continue
         filled = (cache.layers[layer_idx].keys, cache.layers[layer_idx].values)
         for name, ours, exact in zip(("key", "value"), filled, pair.exact_rows(layer_idx), strict=True):
-            if splice.component == "both" or splice.component.startswith(name):
+            if splice.component in ("both", EVERYTHING) or splice.component.startswith(name):
                 ours[:, heads, rows] = mixed(ours[:, heads, rows], exact[:, heads, rows], splice.component)
 
 
@@ -153,17 +181,16 @@ def mixed(filled: torch.Tensor, exact: torch.Tensor, component: str) -> torch.Te
 
 def attribution(study: SpliceStudy) -> dict[str, Any]:
     """Return in words and numbers which component does the damage, in which layers, and how much of it is scale."""
-    keys, values = study.share("keys"), study.share("values")
-    component = "keys" if keys >= values else "values"
+    recovered = {r.splice.component: r.share for r in study.whole}
+    component = max((part for part in PARTS if part in recovered), key=recovered.__getitem__)
     alone = {r.splice.layers[0]: r.share for r in study.layers if r.splice.component == component}
     worst = sorted(alone, key=lambda layer: -alone[layer])[:_WORST_LAYERS]
-    norms, directions = study.share("key norms"), study.share("key directions")
     return {
         "component": component,
-        "recovered": {component: study.share(component) for component in COMPONENTS},
+        "recovered": recovered,
         "worst_layers": {layer: alone[layer] for layer in worst},
-        "scale": max(norms, study.share("value norms")),
-        "directions": directions,
+        "scale": max(study.share("key norms"), study.share("value norms")),
+        "directions": study.share("key directions"),
         "recommendations": list(_recommendations(study, component)),
     }
 
@@ -174,6 +201,11 @@ def _recommendations(study: SpliceStudy, component: str) -> Iterator[str]:
     for name, share in scale.items():
         if share >= _SCALE_SHARE:
             yield f"enable {name} gains: exact {name} norms alone recover {share:.0%}"
+    if study.share(STATE) >= _SCALE_SHARE:
+        yield (
+            f"correct recurrent states: exact ones alone recover {study.share(STATE):.0%}; `ridgefill inspect` shows "
+            "whether the fit kept corrections (a short convolution has none), which more held-out text makes better"
+        )
     for number, recovered in enumerate(study.upwards, start=1):
         if recovered.share >= _MOST_SHARE:
             if number <= _MOST_RAISED * len(study.upwards):
@@ -185,4 +217,5 @@ def _recommendations(study: SpliceStudy, component: str) -> Iterator[str]:
             f"add a feature (previous:1): exact key directions recover {study.share('key directions'):.0%}, and keys "
             "that look at the row before are what the stream alone predicts worst"
         )
-    yield "select rows (tier quality): rows that the tail looks at run exactly, whatever their maps lose"
+    if study.selectable:
+        yield "select rows (tier quality): rows that the tail looks at run exactly, whatever their maps lose"

@@ -1,0 +1,325 @@
+"""What a fill answers to needle prompts beside stock: greedy answers, paired and counted (design section 6)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ridgefill.errors import RidgeFillError
+from ridgefill.evaluate.filled import FilledTail, whole_cache
+from ridgefill.evaluate.needle import Item
+from ridgefill.evaluate.paired import PairedPrompt, Variants
+from ridgefill.evaluate.stats import McNemar, exact_mcnemar
+from ridgefill.layout import cache_argument_name, decoder_layout
+from ridgefill.scorers import SpanScorer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ridgefill.layout import DecoderLayout
+
+# What a model may say beyond the answer's own tokens.
+_SPARE_TOKENS = 3
+# Lengths are usable where the stock model answers at least this share (issue 7).
+LEAST_STOCK_ACCURACY = 0.9
+# Answers to one prompt are decoded together, on so many bytes of caches at most: a step reads the weights once for all.
+_JOINED_CACHE_BYTES = 1 << 30
+# Variants whose decode steps see masks of their own.
+_MASKED = ("no bulk", "drop")
+# The needle's own rows exact and no other: what a perfect choice of so few rows would give.
+ORACLE = "oracle"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one variant, or stock (split 0), answered to one item; ready for JSON.
+
+    Attributes:
+        label: ``filled``, ``exact`` or ``mixed``: whether the needle's rows lie in the span that was really filled.
+        selected: the share of the needle's rows that ran exactly there.
+        right: the first words of the answer are the expected ones.
+    """
+
+    item: str
+    tokens: int
+    kind: str
+    needles: int
+    place: str
+    depth: float | None
+    split: int
+    variant: str
+    share: float
+    label: str
+    rows_filled: int
+    selected: float
+    question: str
+    expected: str
+    answer: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One column of a needle table: a variant of `PairedPrompt`, or `ORACLE`, at a split; ``share`` where rows run."""
+
+    split: int
+    variant: str
+    share: float = 0.0
+
+
+def answer_item(
+    variants: Variants, tokenizer: Any, item: Item, settings: Sequence[Setting], *, tail: int
+) -> Iterator[Answer]:
+    """Yield stock's greedy answer to one item and each setting's, all from one stock prefill, in no fixed order.
+
+    Settings that select rows take ``share`` of the bulk, and `ORACLE` the needle's own rows. Where no row of the needle
+    lies in the bulk there is nothing for it to choose, and it is left out.
+
+    Raises:
+        RidgeFillError: a variant that fills predicted no row.
+    """
+    splits, ids = sorted({setting.split for setting in settings}), item.ids.to(variants.layout.embeddings.device)
+    prompt = PairedPrompt(variants, ids, tail=tail, head=item.head, splits=splits, logits_to_keep=1)
+    first, last = item.rows
+    inside = max(0, min(last, prompt.fill_end) - max(first, item.head))
+    waiting: list[tuple[Setting, FilledTail]] = []
+    for setting in (Setting(0, "stock"), *settings):
+        variant, share, scorer = setting.variant, setting.share, None
+        if variant == ORACLE:
+            if not inside:
+                continue
+            variant, share = "quality", inside / (prompt.fill_end - item.head)
+            scorer = SpanScorer([item.rows])
+        with prompt.variant(setting.split, variant, share=share, scorer=scorer) as filled:
+            if not filled.rows_filled and variant not in ("stock", *_MASKED):
+                raise RidgeFillError(f"{item.name}, {setting}: no row was filled, so the answer says nothing of a fill")
+            if variant in _MASKED:
+                yield from _answers(variants.model, tokenizer, item, [(setting, filled)])
+                continue
+        waiting.append((setting, filled))
+        if len(waiting) * _cache_bytes(filled.cache) >= _JOINED_CACHE_BYTES:
+            yield from _answers(variants.model, tokenizer, item, waiting)
+            waiting = []
+    yield from _answers(variants.model, tokenizer, item, waiting)
+
+
+def _answers(
+    model: nn.Module, tokenizer: Any, item: Item, tails: Sequence[tuple[Setting, FilledTail]]
+) -> Iterator[Answer]:
+    first, last = item.rows
+    texts = greedy_answers(model, tokenizer, [filled for _, filled in tails], item.expected)
+    for (setting, filled), text in zip(tails, texts, strict=True):
+        yield Answer(
+            item.name,
+            item.ids.shape[1],
+            item.kind,
+            item.needles,
+            item.place,
+            item.depth,
+            setting.split,
+            setting.variant,
+            setting.share,
+            _label(item.rows, filled, setting.variant),
+            filled.rows_filled,
+            float(((filled.selected >= first) & (filled.selected < last)).sum()) / (last - first),
+            item.question,
+            item.expected,
+            text,
+            is_right(text, item.expected),
+        )
+
+
+def _label(rows: tuple[int, int], filled: FilledTail, variant: str) -> str:
+    """Where the needle lies, by the span that was used."""
+    inside = 0 if variant == "stock" else min(rows[1], filled.fill[1]) - max(rows[0], filled.fill[0])
+    if inside <= 0:
+        return "exact"
+    return "filled" if inside == rows[1] - rows[0] else "mixed"
+
+
+@torch.no_grad()
+def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail], expected: str) -> list[str]:
+    """Return each one's most likely continuation, as long as ``expected`` and a few tokens more, or to the model's end.
+
+    The tails are of one prompt, and are decoded together, on a cache that joins theirs; of one alone, the cache grows.
+    """
+    if not tails:
+        return []
+    most = len(tokenizer(" " + expected, add_special_tokens=False)["input_ids"]) + _SPARE_TOKENS
+    ends = _end_ids(model, tokenizer)
+    cache = tails[0].cache if len(tails) == 1 else _joined(decoder_layout(model), [filled.cache for filled in tails])
+    arguments = {"use_cache": True, "logits_to_keep": 1, str(cache_argument_name(model.forward)): cache}
+    logits = torch.stack([filled.logits[-1] for filled in tails])  # [answers, vocab]
+    found: list[list[int]] = [[] for _ in tails]
+    open_answers = set(range(len(tails)))
+    while True:
+        tokens = logits.argmax(-1)
+        for number in sorted(open_answers):
+            if (token := int(tokens[number])) not in ends:
+                found[number].append(token)
+            if token in ends or len(found[number]) == most:
+                open_answers.remove(number)
+        if not open_answers:
+            return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
+        logits = model(tokens.unsqueeze(1), **arguments).logits[:, -1]
+
+
+def _joined(layout: DecoderLayout, caches: Sequence[Any]) -> Any:
+    """One cache whose sequences are those of ``caches``, of as many rows each."""
+    cache = whole_cache(layout)
+    for layer_idx, layers in enumerate(zip(*(c.layers for c in caches), strict=True)):
+        if layout.keeps_keys(layer_idx):
+            cache.update(torch.cat([one.keys for one in layers]), torch.cat([one.values for one in layers]), layer_idx)
+        if layout.keeps_state(layer_idx):
+            cache.update_conv_state(torch.cat([one.conv_states[0] for one in layers]), layer_idx)
+            states = [one.recurrent_states[0] for one in layers]
+            if states[0] is not None:
+                cache.update_recurrent_state(torch.cat(states), layer_idx)
+    return cache
+
+
+def _cache_bytes(cache: Any) -> int:
+    """Of keys, values and states."""
+    found = 0
+    for layer in cache.layers:
+        for name in ("keys", "values", "conv_states", "recurrent_states"):
+            kept = getattr(layer, name, None)
+            tensors = kept.values() if isinstance(kept, dict) else (kept,)
+            found += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return found
+
+
+def _end_ids(model: Any, tokenizer: Any) -> set[int]:
+    found: set[int] = set()
+    for end in (getattr(model.generation_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
+        found.update(() if end is None else end if isinstance(end, list) else [end])
+    return found
+
+
+def is_right(answer: str, expected: str) -> bool:
+    """Whether the answer's first words are the expected ones; case and punctuation apart."""
+    wanted = re.findall(r"\w+", expected.lower())
+    return re.findall(r"\w+", answer.lower())[: len(wanted)] == wanted
+
+
+# --- tables --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting against stock on the same items.
+
+    Attributes:
+        items: pairs.
+        stock: right answers of the stock model.
+        right: right answers of the setting.
+        test: exact McNemar over the pairs that differ.
+        selected: mean share of the needle's rows that ran exactly.
+        filled: items whose needle lay in the filled span, whole.
+    """
+
+    items: int
+    stock: int
+    right: int
+    test: McNemar
+    selected: float
+    filled: int
+
+
+def cell(answers: Sequence[Answer], setting: Setting, keep: Callable[[Answer], bool] = lambda _: True) -> Cell:
+    """Return one setting's figures over the items that ``keep`` keeps.
+
+    Raises:
+        RidgeFillError: there is none.
+    """
+    wanted = (setting.split, setting.variant, setting.share)
+    stock = {answer.item: answer for answer in answers if answer.variant == "stock"}
+    own = [a for a in answers if (a.split, a.variant, a.share) == wanted and a.item in stock and keep(a)]
+    if not own:
+        raise RidgeFillError(f"no answer of {setting} is among {len(answers)} answers")
+    return Cell(
+        len(own),
+        sum(stock[a.item].right for a in own),
+        sum(a.right for a in own),
+        exact_mcnemar([stock[a.item].right for a in own], [a.right for a in own]),
+        sum(a.selected for a in own) / len(own),
+        sum(a.label == "filled" for a in own),
+    )
+
+
+def heat_map(answers: Sequence[Answer], setting: Setting, *, bins: int = 5) -> list[dict[str, Any]]:
+    """Return accuracy by length and depth of the needles in the bulk: one entry for each cell that has items."""
+    found = []
+    for tokens in sorted({a.tokens for a in answers}):
+        for number in range(bins):
+
+            def inside(a: Answer, tokens: int = tokens, number: int = number) -> bool:
+                return a.tokens == tokens and a.depth is not None and min(int(a.depth * bins), bins - 1) == number
+
+            if any(inside(a) for a in answers if a.variant == setting.variant and a.split == setting.split):
+                counts = cell(answers, setting, inside)
+                where = {"tokens": tokens, "depth": [number / bins, (number + 1) / bins]}
+                found.append({**where, "items": counts.items, "stock": counts.stock, "right": counts.right})
+    return found
+
+
+def disagreements(answers: Sequence[Answer], setting: Setting) -> list[dict[str, Any]]:
+    """Return the items on which a setting and stock differ, with both answers."""
+    wanted = (setting.split, setting.variant, setting.share)
+    stock = {answer.item: answer for answer in answers if answer.variant == "stock"}
+    return [
+        {
+            "item": a.item,
+            "place": a.place,
+            "depth": a.depth,
+            "label": a.label,
+            "question": a.question,
+            "expected": a.expected,
+            "stock": stock[a.item].answer,
+            "filled": a.answer,
+        }
+        for a in answers
+        if (a.split, a.variant, a.share) == wanted and a.right != stock[a.item].right
+    ]
+
+
+@dataclass(frozen=True)
+class StockAccuracy:
+    """How often the stock model itself answers prompts of one length with so many needles: a share of 1."""
+
+    tokens: int
+    needles: int
+    right: float
+
+
+def usable_prompts(variants: Variants, tokenizer: Any, sample: Sequence[Item], *, tail: int) -> list[StockAccuracy]:
+    """Return the lengths and numbers of needles at which stock reaches `LEAST_STOCK_ACCURACY` of a sample.
+
+    A fill cannot lose what the model itself cannot find. Of a group that can reach it no more, nothing else is asked.
+
+    Raises:
+        RidgeFillError: none is usable.
+    """
+    groups: dict[tuple[int, int], list[Item]] = {}
+    for item in sample:
+        groups.setdefault((item.ids.shape[1], item.needles), []).append(item)
+    found = []
+    for group, items in groups.items():
+        right = list[bool]()
+        for item in items:
+            right.append(next(answer_item(variants, tokenizer, item, (), tail=tail)).right)
+            if right.count(False) > (1 - LEAST_STOCK_ACCURACY) * len(items):
+                break
+        found.append(StockAccuracy(*group, sum(right) / len(right)))
+    usable = [group for group in found if group.right >= LEAST_STOCK_ACCURACY]
+    if not usable:
+        shown = ", ".join(f"{g.right:.0%} of {g.tokens:,} tokens with {g.needles} needles" for g in found)
+        raise RidgeFillError(
+            f"the stock model answers {shown}; needles say something of a fill from {LEAST_STOCK_ACCURACY:.0%}: name "
+            "shorter lengths"
+        )
+    return usable
