@@ -21,11 +21,11 @@ from ridgefill.evaluate.answers import (
     Setting,
     StockAccuracy,
     answer_item,
+    ask_in_turns,
     cell,
     disagreements,
     heat_map,
     is_right,
-    usable_prompts,
 )
 from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.needle import WORDINGS, Filler, Item, build_items
@@ -229,9 +229,30 @@ def test_lengths_where_stock_itself_fails_are_not_used(model: Any) -> None:
     several = [
         replace(item, expected="nothing", needles=2) for item in items(count=3, controls=0, needles=(1,), tokens=80)
     ]
-    assert usable_prompts(variants, tokenizer, [*lost, *several, *found], tail=TAIL) == [StockAccuracy(80, 1, 1.0)]
+    groups = {(120, 1): lost, (80, 2): several, (80, 1): found}
+    answers, usable = ask_in_turns(variants, tokenizer, groups, [FILL], tail=TAIL)
+    assert usable == [StockAccuracy(80, 1, 1.0)]
+    assert [(a.item, a.variant) for a in answers] == [(i.name, v) for i in found for v in ("stock", "fill")]
+    del groups[80, 1]
     with pytest.raises(RidgeFillError, match="0% of 120 tokens with 1 needles, 0% of 80 tokens with 2 needles"):
-        usable_prompts(variants, tokenizer, [*lost, *several], tail=TAIL)
+        ask_in_turns(variants, tokenizer, groups, [FILL], tail=TAIL)
+
+
+def test_prompts_take_turns_until_it_is_enough(model: Any) -> None:
+    variants, tokenizer = Variants(model, recall_maps(model)), word_tokenizer()
+    groups = {(t, 1): items(count=4, controls=0, needles=(1,), tokens=t) for t in (120, 80)}
+    seen: list[tuple[int, int]] = []
+
+    def enough(asked: int, groups_left: int) -> bool:
+        seen.append((asked, groups_left))
+        return asked == 3
+
+    answers, usable = ask_in_turns(variants, tokenizer, groups, [FILL], tail=TAIL, enough=enough)
+    assert seen == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert [a.item for a in answers if a.variant == "fill"] == [
+        groups[t, 1][n].name for t, n in ((120, 0), (120, 1), (80, 0))
+    ]
+    assert {group.tokens for group in usable} == {80, 120}
 
 
 def test_the_keys_of_a_prompt_share_no_word() -> None:

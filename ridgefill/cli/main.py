@@ -48,7 +48,6 @@ _PHASES = {
     "held-out": "measuring held-out windows",
     "choose": "choosing features and gains",
     "ladder": "comparing splits",
-    "stock": "asking the stock model",
     "needles": "needles",
     "distance": "far-dependent tokens, controls",
     "splice": "splices",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 _SPARE_TOKENS = 3
 # Lengths are usable where the stock model answers at least this share (issue 7).
 LEAST_STOCK_ACCURACY = 0.9
+# … of so many prompts.
+_STOCK_SAMPLE = 10
+# Needles lost with this p-value are lost: looking after every prompt does not change that.
+_CERTAIN_P = 1e-3
 # Answers to one prompt are decoded together, on so many bytes of caches at most: a step reads the weights once for all.
 _JOINED_CACHE_BYTES = 1 << 30
 # Variants whose decode steps see masks of their own.
@@ -296,30 +302,60 @@ class StockAccuracy:
     right: float
 
 
-def usable_prompts(variants: Variants, tokenizer: Any, sample: Sequence[Item], *, tail: int) -> list[StockAccuracy]:
-    """Return the lengths and numbers of needles at which stock reaches `LEAST_STOCK_ACCURACY` of a sample.
+def ask_in_turns(
+    variants: Variants,
+    tokenizer: Any,
+    groups: Mapping[tuple[int, int], Sequence[Item]],
+    settings: Sequence[Setting],
+    *,
+    tail: int,
+    enough: Callable[[int, int], bool] = lambda asked, groups: False,
+) -> tuple[list[Answer], list[StockAccuracy]]:
+    """Return the answers to items of several groups, which take turns, and how often stock itself was right.
 
-    A fill cannot lose what the model itself cannot find. Of a group that can reach it no more, nothing else is asked.
+    ``groups`` are the items by their length and number of needles. A fill cannot lose what the model itself cannot
+    find: a group is dropped, its answers too, once stock cannot reach `LEAST_STOCK_ACCURACY` of its first ones any
+    more. A setting that has lost beyond doubt is asked no more. It ends early when ``enough``, of the items asked and
+    the groups that are left, says so.
 
     Raises:
-        RidgeFillError: none is usable.
+        RidgeFillError: stock answers no group; a variant that fills predicted no row.
     """
-    groups: dict[tuple[int, int], list[Item]] = {}
-    for item in sample:
-        groups.setdefault((item.ids.shape[1], item.needles), []).append(item)
-    found = []
-    for group, items in groups.items():
-        right = list[bool]()
-        for item in items:
-            right.append(next(answer_item(variants, tokenizer, item, (), tail=tail)).right)
-            if right.count(False) > (1 - LEAST_STOCK_ACCURACY) * len(items):
-                break
-        found.append(StockAccuracy(*group, sum(right) / len(right)))
-    usable = [group for group in found if group.right >= LEAST_STOCK_ACCURACY]
+    found: dict[tuple[int, int], list[Answer]] = {group: [] for group in groups}
+    dropped: list[StockAccuracy] = []
+    asked, settings = 0, list(settings)
+    turns = zip_longest(*([(group, item) for item in items] for group, items in groups.items()))
+    for group, item in (turn for groups_turn in turns for turn in groups_turn if turn is not None):
+        if group not in found:
+            continue
+        if not settings or enough(asked, len(found)):
+            break
+        found[group] += answer_item(variants, tokenizer, item, settings, tail=tail)
+        asked += 1
+        right = [answer.right for answer in found[group] if answer.variant == "stock"]
+        sample = min(_STOCK_SAMPLE, len(groups[group]))
+        if len(right) <= sample and right.count(False) > (1 - LEAST_STOCK_ACCURACY) * sample:
+            dropped.append(StockAccuracy(*group, sum(right) / len(right)))
+            del found[group]
+            asked -= len(right)
+        settings = [s for s in settings if not _beyond_doubt([a for kept in found.values() for a in kept], s)]
+    usable = [
+        StockAccuracy(*group, statistics.mean(a.right for a in answers if a.variant == "stock"))
+        for group, answers in found.items()
+        if answers
+    ]
     if not usable:
-        shown = ", ".join(f"{g.right:.0%} of {g.tokens:,} tokens with {g.needles} needles" for g in found)
+        shown = ", ".join(f"{g.right:.0%} of {g.tokens:,} tokens with {g.needles} needles" for g in dropped)
         raise RidgeFillError(
             f"the stock model answers {shown}; needles say something of a fill from {LEAST_STOCK_ACCURACY:.0%}: name "
             "shorter lengths"
         )
-    return usable
+    return [answer for answers in found.values() for answer in answers], usable
+
+
+def _beyond_doubt(answers: Sequence[Answer], setting: Setting) -> bool:
+    """Whether so many needles are lost that more would only take the time of the others."""
+    if not any((a.split, a.variant, a.label) == (setting.split, setting.variant, "filled") for a in answers):
+        return False
+    test = cell(answers, setting, lambda a: a.label == "filled").test
+    return test.lost > test.gained and test.p < _CERTAIN_P

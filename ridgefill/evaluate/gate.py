@@ -14,11 +14,10 @@ from ridgefill.errors import RidgeFillError, UnsupportedModelError
 from ridgefill.evaluate.answers import (
     Answer,
     Setting,
-    answer_item,
+    ask_in_turns,
     cell,
     disagreements,
     heat_map,
-    usable_prompts,
 )
 from ridgefill.evaluate.controls import direct_obstacle
 from ridgefill.evaluate.cost import measure_costs
@@ -55,9 +54,7 @@ CONTROLS = {"swapped": "speed", "head=0": "speed", "random rows": "quality"}
 BASELINES = ("identity", "direct", "no bulk", "drop")
 # Parts of the budget at which a line ends, once it has its least number of prompts.
 _NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.7, 0.87, 0.95
-# Needles lost with this p-value are lost: looking after every prompt does not change that.
-_CERTAIN_P = 1e-3
-_LEAST_ITEMS, _LEAST_DOCUMENTS, _STOCK_PROBES = 8, 3, 10
+_LEAST_ITEMS, _LEAST_DOCUMENTS = 8, 3
 _SPLICE_PROMPTS, _SPLICE_TAIL = 2, 64
 
 
@@ -186,27 +183,19 @@ def run_gate(
     tiers = {split: [tier for at, tier in tried if at == split] for split, _ in tried}
     if not tried:
         raise UnsupportedModelError(f"there is no tier to judge: {next(iter(unselectable.values()))}")
-    # Needles: stock first, at every length and with every number of them.
+    # Needles: depths are spread, and lengths take turns, so that a budget that ends early has seen all of both.
     groups: dict[tuple[int, int], list[Item]] = {}
     for length in settings.lengths:
         for item in material.items(length):
             groups.setdefault((length, item.needles), []).append(item)
     groups = {group: _spread(items) for group, items in groups.items()}
-    progress("stock", 0, None)
-    sample = [item for items in groups.values() for item in items[:_STOCK_PROBES]]
-    usable = usable_prompts(variants, tokenizer, sample, tail=settings.tail)
     columns = [Setting(split, VARIANT_OF[tier], _share(settings, tier)) for split, tier in tried]
-    # Lengths take turns, and depths are spread, so that a budget that ends early has seen all of both.
-    turns = zip_longest(*(groups[group.tokens, group.needles] for group in usable))
-    queue = [item for turn in turns for item in turn if item is not None]
-    answers: list[Answer] = []
-    asked = list(columns)
-    for number, item in enumerate(queue):
-        if not asked or (number >= _LEAST_ITEMS * len(usable) and spent() > _NEEDLES_UNTIL):
-            break
-        progress("needles", number, len(queue))
-        answers += answer_item(variants, tokenizer, item, asked, tail=settings.tail)
-        asked = [column for column in asked if not _beyond_doubt(answers, column)]
+
+    def enough(asked: int, groups_left: int) -> bool:
+        progress("needles", asked, sum(len(items) for items in groups.values()))
+        return asked >= _LEAST_ITEMS * groups_left and spent() > _NEEDLES_UNTIL
+
+    answers, usable = ask_in_turns(variants, tokenizer, groups, columns, tail=settings.tail, enough=enough)
     # Distance, and the controls on the same texts.
     longest = max(group.tokens for group in usable)
     documents = list(material.documents(longest))
@@ -261,14 +250,6 @@ def run_gate(
         "seconds": clock() - started,
     }
     return GateRun(document, answers, scores)
-
-
-def _beyond_doubt(answers: Sequence[Answer], column: Setting) -> bool:
-    """Whether so many needles are lost that more would only take the time of the others."""
-    if not any((a.split, a.variant, a.label) == (column.split, column.variant, "filled") for a in answers):
-        return False
-    test = cell(answers, column, lambda a: a.label == "filled").test
-    return test.lost > test.gained and test.p < _CERTAIN_P
 
 
 def _share(settings: GateSettings, tier: str) -> float:

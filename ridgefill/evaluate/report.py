@@ -109,7 +109,7 @@ def page(document: dict[str, Any]) -> str:
         f"<p>{show('needle_items')} prompts with needles, {show('documents')} texts, {show('seconds', '.0f')} s. Stock "
         "finds "
         + ", ".join(
-            f"{show(f'stock_accuracy.{number}.right', '.0%')} of a sample of {group['tokens']:,} tokens with "
+            f"{show(f'stock_accuracy.{number}.right', '.0%')} of {group['tokens']:,} tokens with "
             f"{group['needles']} needle{'s' if group['needles'] > 1 else ''}"
             for number, group in enumerate(document["stock_accuracy"])
         )
