@@ -335,12 +335,12 @@ def ask_in_turns(
         right = [answer.right for answer in found[group] if answer.variant == "stock"]
         sample = min(_STOCK_SAMPLE, len(groups[group]))
         if len(right) <= sample and right.count(False) > (1 - LEAST_STOCK_ACCURACY) * sample:
-            dropped.append(StockAccuracy(*group, sum(right) / len(right)))
+            dropped.append(StockAccuracy(group[0], group[1], sum(right) / len(right)))
             del found[group]
             asked -= len(right)
         settings = [s for s in settings if not _beyond_doubt([a for kept in found.values() for a in kept], s)]
     usable = [
-        StockAccuracy(*group, statistics.mean(a.right for a in answers if a.variant == "stock"))
+        StockAccuracy(group[0], group[1], statistics.mean(a.right for a in answers if a.variant == "stock"))
         for group, answers in found.items()
         if answers
     ]
