@@ -29,7 +29,7 @@ _NAME = "_ridgefill"
 # Which dimension of what a layer is given counts rows; what is named nowhere here is the same for all rows.
 _ROWS_AT = {"position_ids": -1, "position_embeddings": -2}
 _OTHERS = "the cache holds another number of sequences"
-# Attachments by the token in their records: of a record that outlived its attachment nobody is told.
+# Attachments' ledgers by the token in their records: of a record that outlived its attachment nobody is told.
 OWNERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
@@ -333,8 +333,8 @@ def _watching(kind: type[Any]) -> type[Any]:
                 return
             kept = record.keeps
             record.lose(f"{name}() has put other sequences in their place")
-            if kept and (owner := OWNERS.get(record.owner)) is not None:
-                owner._count(f"streams lost to {name}()")
+            if kept and (ledger := OWNERS.get(record.owner)) is not None:
+                ledger.count(f"streams lost to {name}()")
 
         return exchange
 

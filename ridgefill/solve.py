@@ -8,12 +8,13 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ridgefill.agreement import measure, measure_scale
+from ridgefill.attachment import is_attached
 from ridgefill.capture import BlockInputs, Text, text_windows
 from ridgefill.device_fit import DeviceMoments, RidgeSystem
 from ridgefill.errors import FitError
@@ -24,7 +25,9 @@ from ridgefill.maps import LayerMap, RidgeMaps, SplitMaps
 from ridgefill.matrices import Factors, dense, stored
 from ridgefill.moments import CentredMoments, Moments
 from ridgefill.sample import MakeMoments, Pass, Sample, process_number
+from ridgefill.spectrum import ScaleSpectrum, principal_directions, scale_spectrum
 from ridgefill.state_fit import state_errors
+from ridgefill.tune import choose
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,8 +45,6 @@ RANK_SHARES = (1 / 8, 1 / 4, 3 / 8)
 LAMBDA_GRID = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 # About 100 rows per input column are enough (design section 2); below 20 the map fits its rows more than the model.
 _FEW_ROWS_PER_COLUMN = 20
-# The largest rank of a scale basis, and how its directions are found.
-_SPECTRUM_RANK, _SPARE_DIRECTIONS, _SUBSPACE_STEPS = 256, 64, 12
 # Rows between two writes of a checkpoint, at most so many are run twice: 64 windows of 1,024 tokens.
 CHECKPOINT_ROWS = 65_536
 _log = logging.getLogger("ridgefill")
@@ -265,12 +266,13 @@ def fit_sums(
         UnsupportedModelError, KernelError: as `fit`.
     """
     layout = decoder_layout(model)
-    if not isinstance(sums, Sample):
-        sums = load_sums(model, tokenizer, sums, backend=backend)
-    sample, summed = sums, set(sums.features.names)
-    splits = sorted(sums.sums) if splits is None else _checked_splits(splits, layout.num_layers)
-    if missing := sorted(set(splits) - set(sums.sums)):
-        raise FitError(f"splits {missing}: the sums are of splits {sorted(sums.sums)}; sum the texts again for others")
+    sample = sums if isinstance(sums, Sample) else load_sums(model, tokenizer, sums, backend=backend)
+    summed = set(sample.features.names)
+    splits = sorted(sample.sums) if splits is None else _checked_splits(splits, layout.num_layers)
+    if missing := sorted(set(splits) - set(sample.sums)):
+        raise FitError(
+            f"splits {missing}: the sums are of splits {sorted(sample.sums)}; sum the texts again for others"
+        )
     check_solution(
         model,
         splits,
@@ -313,8 +315,6 @@ def fit_sums(
         splits={split: of_split[0] for split, of_split in candidates.items()},
         default_split=max(splits) if default_split is None else default_split,
     )
-    from ridgefill.tune import choose
-
     chosen = choose(
         model,
         found,
@@ -463,51 +463,6 @@ def _bias(system: System, weight: torch.Tensor, first: int) -> torch.Tensor:
     return system.y_mean[first : first + weight.shape[1]] - system.x_mean @ weight.double()
 
 
-@dataclass(frozen=True)
-class ScaleSpectrum:
-    """Where the energy of one layer's predictions lies: principal directions, their mean energies, and that of all.
-
-    ``directions`` ``[d, r]`` float64, orthonormal, by falling ``energies`` ``[r]``; ``total`` is the mean of ``|p|^2``.
-    """
-
-    directions: torch.Tensor
-    energies: torch.Tensor
-    total: float
-
-    def basis(self, rank: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Matrix, torch.Tensor]:
-        """The first directions ``[d, rank]``, as stored in ``dtype``, and the mean energy outside, ``[1]`` float32."""
-        rank = min(rank, self.directions.shape[1])
-        outside = max(0.0, self.total - float(self.energies[:rank].sum()))
-        return stored(self.directions[:, :rank], dtype), torch.tensor([outside])
-
-
-def scale_spectrum(layer_map: LayerMap, moments: CentredMoments, rank: int = _SPECTRUM_RANK) -> ScaleSpectrum:
-    """The principal directions of a map's predictions ``p = x W + b`` over the rows of ``moments``.
-
-    Eigenvectors of ``E[p p^T] = W^T (Sxx / n) W + E[p] E[p]^T``, the largest ``rank`` of them.
-    """
-    weight = dense(layer_map.weight, torch.float32, moments.sxx.device).double()
-    mean = moments.x_mean @ weight + layer_map.bias.to(weight)
-    second = torch.addr(weight.T @ (moments.sxx / moments.n) @ weight, mean, mean)  # [d, d]
-    return ScaleSpectrum(*_principal(second, rank), float(second.diagonal().sum()))
-
-
-def _principal(second: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The principal directions ``[d, rank]`` of second moments ``[d, d]`` and their energies, the largest first.
-
-    By subspace iteration with as many spare directions as these converge by (all of them where d is small: then they
-    are exact).
-    """
-    d = len(second)
-    generator = torch.Generator().manual_seed(0)
-    found = torch.randn(d, min(d, rank + _SPARE_DIRECTIONS), generator=generator, dtype=torch.float64).to(second)
-    for _ in range(_SUBSPACE_STEPS):
-        found, _ = torch.linalg.qr(second @ found)
-    energies, rotation = torch.linalg.eigh(found.T @ second @ found)  # ascending
-    order = torch.arange(len(energies) - 1, max(-1, len(energies) - 1 - rank), -1, device=energies.device)
-    return found @ rotation[:, order], energies[order].clamp_min(0)
-
-
 def _zero_moments(layout: DecoderLayout, backend: str) -> MakeMoments:
     """Makes sums on the moments' device, for kernels or for torch."""
     if backend == "cuda":
@@ -576,7 +531,7 @@ def _solve_split(
         solution = fitted.solve(slot * width, width)  # [n_in, d]
         directions = None
         if sxx is not None:
-            directions, _ = _principal(solution.T @ sxx @ solution, max(r or 0 for r in ranks))
+            directions, _ = principal_directions(solution.T @ sxx @ solution, max(r or 0 for r in ranks))
         for r, layers in zip(ranks, of_ranks, strict=True):
             weight: Matrix
             if r is None or directions is None:
@@ -672,8 +627,6 @@ def check_solution(
         _given_features(features)
     if gains not in (*GAINS, "auto"):
         raise FitError(f"gains {gains!r}: expected one of {', '.join(GAINS)} and auto")
-    from ridgefill.attachment import is_attached  # choosing attaches maps
-
     if "auto" in (features, gains, rank) and is_attached(model):
         raise FitError(
             "the model has maps attached, and choosing features, gains or ranks attaches others; detach() first"

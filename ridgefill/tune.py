@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ridgefill.agreement import Agreements
     from ridgefill.capture import Window
-    from ridgefill.solve import ScaleSpectrum
+    from ridgefill.spectrum import ScaleSpectrum
 
     Spectra = dict[int, ScaleSpectrum]
 
@@ -70,7 +70,7 @@ def choose(
         windows: held-out prompts.
         head: exact first rows.
         gains: ``none``, ``norm`` or ``lsq`` for all, or ``auto``.
-        spectra: the directions of a split's predictions (`ridgefill.solve.scale_spectrum`), by late layer.
+        spectra: the directions of a split's predictions (`ridgefill.spectrum.scale_spectrum`), by late layer.
         states: what windows say of the states behind a bulk (`ridgefill.state_fit.state_errors`); of each, or nothing.
         report: progress, phase ``choose``.
 

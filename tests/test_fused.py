@@ -24,7 +24,8 @@ from ridgefill.errors import AttachError, KernelError
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import LayerMap, RidgeMaps
 from ridgefill.moments import reference_moments
-from ridgefill.solve import fit, scale_spectrum
+from ridgefill.solve import fit
+from ridgefill.spectrum import scale_spectrum
 from ridgefill.tune import with_scale
 
 ROWS, TAIL, HEAD = 96, 16, 4

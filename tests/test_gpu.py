@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu_checks import CHECKS
 
-from ridgefill import attachment, device_fit, provenance, residency
+from ridgefill import assembly, device_fit, provenance, residency
 
 
 @pytest.mark.gpu
@@ -52,7 +52,7 @@ def test_the_checks_run_on_the_host_build(
     monkeypatch.setattr(gpu_checks, "CUDA", torch.device("cpu"))
     monkeypatch.setattr(device_fit, "CudaLibrary", lambda _: device_fit.TorchLibrary())
     monkeypatch.setattr(residency, "queues_of", Immediate)
-    monkeypatch.setattr(attachment, "host_obstacle", lambda _: None)
+    monkeypatch.setattr(assembly, "host_obstacle", lambda _: None)
     monkeypatch.setattr(provenance, "_in_host_memory", lambda kept: kept)
     CHECKS[name]()
     assert kernels_on_host

@@ -18,8 +18,8 @@ from tiny import NUM_LAYERS, SPLIT, exact_scale, feature_maps, prompt, tiny_mode
 from transformers import DynamicCache
 
 import ridgefill
+from ridgefill import assembly, residency
 from ridgefill import attachment as attachment_module
-from ridgefill import residency
 from ridgefill.errors import AttachError
 from ridgefill.fused import FusedMaps
 from ridgefill.matrices import dequantised, quantised
@@ -257,7 +257,7 @@ def host_streams(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return queues
 
     monkeypatch.setattr(residency, "queues_of", made)
-    monkeypatch.setattr(attachment_module, "host_obstacle", lambda _: None)
+    monkeypatch.setattr(assembly, "host_obstacle", lambda _: None)
     return held
 
 

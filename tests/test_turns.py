@@ -18,8 +18,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import ridgefill
-from ridgefill import attachment as attachment_module
-from ridgefill import caches, provenance
+from ridgefill import assembly, caches, provenance
 from ridgefill.errors import AttachError
 from ridgefill.features import Features, FeatureState
 from ridgefill.layout import cache_argument_name, decoder_layout
@@ -680,7 +679,7 @@ def test_streams_in_host_memory_serve_later_turns(monkeypatch: pytest.MonkeyPatc
             return [call(model, ids[:, :FIRST], None, cache, 1), *turns(model, cache, ids)]
 
     expected = answers()
-    monkeypatch.setattr(attachment_module, "host_obstacle", lambda _: None)
+    monkeypatch.setattr(assembly, "host_obstacle", lambda _: None)
     monkeypatch.setattr(provenance, "_in_host_memory", elsewhere)
     found = answers(stream="host")
     assert moved == [FIRST - TAIL, FIRST + 142 - TAIL]
