@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 
 from ridgefill.capture import Window, text_windows
-from ridgefill.cli.loading import load_model
 from ridgefill.demo import calibration_texts, model_folder
 from ridgefill.evaluate.report import machine_line
 from ridgefill.solve import fit
@@ -44,10 +44,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", "-o", type=Path, help="keep the maps in this file")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
 
-    folder = model_folder(options.model)
-    model, tokenizer = load_model(str(folder), dtype=options.dtype, device="cpu")
+    model, tokenizer = common.load(model_folder(options.model), options.dtype, options.threads)
     texts = calibration_texts(5 * options.tokens)
     windows = list(text_windows(tokenizer, texts, window_tokens=1024, min_tokens=5, max_tokens=options.tokens))
     plain_pass(model, windows[:2])  # first-call costs

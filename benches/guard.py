@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import common
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -32,7 +32,6 @@ from torch import nn
 from transformers import DynamicCache
 
 import ridgefill
-from ridgefill.cli.loading import load_model
 from ridgefill.demo import KINDS, calibration_texts, model_folder
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.report import machine, machine_line
@@ -250,26 +249,25 @@ def print_table(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 @click.command(help=__doc__)
 @click.argument("maps", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--splits", default="20", show_default=True)
+@click.option("--splits", default="20", show_default=True, callback=common.numbers(int))
 @click.option("--per-kind", default=112, type=click.IntRange(min=12), show_default=True)
-@click.option("--threads", type=int)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write everything to this file.")
-def main(maps: Path | None, splits: str, per_kind: int, threads: int | None, json_path: Path | None) -> None:
+@common.threads
+@common.json_path
+def main(
+    maps: Path | None, splits: tuple[int, ...], per_kind: int, threads: int | None, json_path: Path | None
+) -> None:
     """Run every case at every split (see the module's docstring)."""
-    if threads is not None:
-        torch.set_num_threads(threads)
     folder, started = model_folder("smollm2-135m"), time.perf_counter()
-    model, tokenizer = load_model(str(folder), dtype="float32", device="cpu")
-    chosen = tuple(int(split) for split in splits.split(","))
+    model, tokenizer = common.load(folder, threads=threads)
     if maps is None:
         texts = calibration_texts(150_000)
-        loaded = ridgefill.fit(model, tokenizer, texts, chosen, max_tokens=30_000, features=("stream",), gains="none")
+        loaded = ridgefill.fit(model, tokenizer, texts, splits, max_tokens=30_000, features=("stream",), gains="none")
     else:
         loaded = RidgeMaps.load(maps)
     unseen_texts(loaded)
     console, progress = Console(width=140), Console(stderr=True)
     outcomes, words = [], []
-    for split in chosen:
+    for split in splits:
         of_split = [
             outcome(case, loaded, split, lambda windows, name=case.name: track(windows, name, console=progress))
             for case in cases(model, tokenizer, per_kind)
@@ -282,9 +280,8 @@ def main(maps: Path | None, splits: str, per_kind: int, threads: int | None, jso
     seconds = time.perf_counter() - started
     console.print(f"{folder.name}, float32, {loaded.fit['rows']:,} calibration rows, {seconds:.0f} s", highlight=False)
     console.print(machine_line(), highlight=False)
-    if json_path is not None:
-        document = {"machine": machine(), "missed": words, "outcomes": [asdict(found) for found in outcomes]}
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    document = {"machine": machine(), "missed": words, "outcomes": [asdict(found) for found in outcomes]}
+    common.write_json(json_path, document)
     if words:
         raise SystemExit(1)
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import common
+from common import numbers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ridgefill.cli.loading import load_model
-from ridgefill.demo import model_folder
 from ridgefill.evaluate.answers import ORACLE, Answer, Setting, answer_item, cell
 from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.needle import Filler, Item, build_items
@@ -90,21 +90,9 @@ def print_table(console: Console, answers: list[Answer], splits: Sequence[int], 
     return kept
 
 
-def numbers(kind: type) -> Any:
-    """A click callback for comma-separated numbers."""
-
-    def parse(_: click.Context, parameter: click.Parameter, value: str) -> tuple[Any, ...]:
-        try:
-            return tuple(kind(part) for part in value.split(","))
-        except ValueError:
-            raise click.BadParameter(f"{value!r} is not a list like {parameter.default}") from None
-
-    return parse
-
-
 @click.command(help=__doc__)
 @click.argument("maps", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", "folder", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2-135M]")
+@common.model
 @click.option("--splits", default="20,15,10", show_default=True, callback=numbers(int))
 @click.option("--shares", default="0,0.05,0.1,0.2", show_default=True, callback=numbers(float))
 @click.option("--lengths", default="1024,2048", show_default=True, callback=numbers(int))
@@ -112,12 +100,12 @@ def numbers(kind: type) -> Any:
 @click.option("--needles", default="1", show_default=True, callback=numbers(int), help="In turn, of a prompt.")
 @click.option("--tail", default=128, show_default=True)
 @click.option("--head", default=4, show_default=True)
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--threads", type=int)
+@common.dtype
+@common.threads
 @click.option("--journal", "journal_path", default="needles.jsonl", show_default=True, type=click.Path(path_type=Path))
 def main(
     maps: Path,
-    folder: Path | None,
+    folder: Path,
     splits: tuple[int, ...],
     shares: tuple[float, ...],
     lengths: tuple[int, ...],
@@ -130,12 +118,7 @@ def main(
     journal_path: Path,
 ) -> None:
     """Run the whole table (see the module's docstring)."""
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    folder = folder or model_folder("smollm2-135m")
-    model, tokenizer = load_model(str(folder), dtype=dtype, device="cpu")
+    model, tokenizer = common.load(folder, dtype, threads)
     loaded = RidgeMaps.load(maps)
     settings = settings_of(splits, shares)
     configuration = {

@@ -11,19 +11,18 @@ be a check; goals that no version has reached yet are shown beside the bars and 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+import common
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ridgefill.cli.loading import load_model
-from ridgefill.demo import KINDS, calibration_texts, model_folder
+from ridgefill.demo import KINDS, calibration_texts
 from ridgefill.evaluate.paired import VARIANTS, Result, evaluate
 from ridgefill.evaluate.report import machine, machine_line
 from ridgefill.evaluate.stats import Interval, mean_interval, ratio_interval
@@ -134,8 +133,8 @@ def timed_progress(bar: Progress) -> Callable[[int, int], None]:
 
 @click.command(help=__doc__)
 @click.argument("maps", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", "folder", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2-135M]")
-@click.option("--split", "splits", default="20,15", show_default=True)
+@common.model
+@click.option("--split", "splits", default="20,15", show_default=True, callback=common.numbers(int))
 @click.option("--tokens", default=2048, show_default=True, help="Prompt length.")
 @click.option("--tail", default=256, show_default=True)
 @click.option("--head", default=4, show_default=True)
@@ -147,13 +146,13 @@ def timed_progress(bar: Progress) -> Callable[[int, int], None]:
     help="Windows of each of docs, code and prose.",
 )
 @click.option("--fit-tokens", default=147_456, show_default=True, help="Calibration tokens when MAPS is not given.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--threads", type=int)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write everything to this file.")
+@common.dtype
+@common.threads
+@common.json_path
 def main(
     maps: Path | None,
-    folder: Path | None,
-    splits: str,
+    folder: Path,
+    splits: tuple[int, ...],
     tokens: int,
     tail: int,
     head: int,
@@ -164,27 +163,16 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Run the whole evaluation (see the module's docstring)."""
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        chosen = tuple(int(split) for split in splits.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{splits!r} is not like 20,15", param_hint="--split") from None
-    if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise click.BadParameter(f"the folder {json_path.parent} does not exist", param_hint="--json")
-    folder = folder or model_folder("smollm2-135m")
-    model, tokenizer = load_model(str(folder), dtype=dtype, device="cpu")
-    loaded = RidgeMaps.load(maps) if maps else fit_maps(model, tokenizer, chosen, fit_tokens)
+    model, tokenizer = common.load(folder, dtype, threads)
+    loaded = RidgeMaps.load(maps) if maps else fit_maps(model, tokenizer, splits, fit_tokens)
     if loaded.fit["rows"] < 131_000:
         click.echo(f"only {loaded.fit['rows']:,} calibration rows: the bars are set for 131,000 and more", err=True)
     unseen_texts(loaded)
     windows = held_out_windows(tokenizer, tokens=tokens, per_kind=per_kind)
     started = time.perf_counter()
     with Progress(console=Console(stderr=True)) as bar:
-        results = evaluate(model, loaded, windows, splits=chosen, tail=tail, head=head, progress=timed_progress(bar))
-    rows, checked = summarise(results, chosen), bars(results, chosen)
+        results = evaluate(model, loaded, windows, splits=splits, tail=tail, head=head, progress=timed_progress(bar))
+    rows, checked = summarise(results, splits), bars(results, splits)
     end = results[0].score.end_tokens
     # Wide enough for any terminal or file that it is piped into: a wrapped interval cannot be read.
     console = Console(width=140)
@@ -194,16 +182,15 @@ def main(
         f"{loaded.fit['rows']:,} calibration rows, {time.perf_counter() - started:.0f} s\n{machine_line()}",
         highlight=False,
     )
-    if json_path is not None:
-        settings = {"tokens": tokens, "tail": tail, "head": head, "dtype": dtype, "end_tokens": end}
-        document = {
-            "settings": {**settings, "calibration_rows": loaded.fit["rows"], "windows": [w.name for w in windows]},
-            "machine": machine(),
-            "summary": rows,
-            "bars": checked,
-            "results": [dataclasses.asdict(result) for result in results],
-        }
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    settings = {"tokens": tokens, "tail": tail, "head": head, "dtype": dtype, "end_tokens": end}
+    document = {
+        "settings": {**settings, "calibration_rows": loaded.fit["rows"], "windows": [w.name for w in windows]},
+        "machine": machine(),
+        "summary": rows,
+        "bars": checked,
+        "results": [dataclasses.asdict(result) for result in results],
+    }
+    common.write_json(json_path, document)
     if not all(item["holds"] or item["goal"] for item in checked):
         raise SystemExit(1)
 

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
-from needles import numbers
+import common
+from common import numbers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ridgefill.cli.loading import load_model
-from ridgefill.demo import KINDS, model_folder
+from ridgefill.demo import KINDS
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.answers import greedy_answers, is_right
 from ridgefill.evaluate.journal import Journal
@@ -127,17 +126,17 @@ def print_table(console: Console, split: int, done: dict[str, list[dict[str, Any
 
 @click.command(help=__doc__)
 @click.argument("maps", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", "folder", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2-135M]")
+@common.model
 @click.option("--splits", default="20,15", show_default=True, callback=numbers(int))
 @click.option("--share", default=0.1, show_default=True)
 @click.option("--windows", default=12, type=click.IntRange(min=3), show_default=True, help="Of all kinds together.")
 @click.option("--needles", default=24, type=click.IntRange(min=2), show_default=True)
 @click.option("--only", multiple=True, help="Scorers, by a part of their name.")
-@click.option("--threads", type=int)
+@common.threads
 @click.option("--journal", "journal_path", default="scorers.jsonl", show_default=True, type=click.Path(path_type=Path))
 def main(
     maps: Path,
-    folder: Path | None,
+    folder: Path,
     splits: tuple[int, ...],
     share: float,
     windows: int,
@@ -147,13 +146,10 @@ def main(
     journal_path: Path,
 ) -> None:
     """Run the whole table (see the module's docstring)."""
-    if threads is not None:
-        torch.set_num_threads(threads)
     wanted = {name: s for name, s in scorers().items() if not only or any(part in name for part in only)}
     if not wanted:
         raise click.BadParameter(f"--only {list(only)} names none of {list(scorers())}")
-    folder = folder or model_folder("smollm2-135m")
-    model, tokenizer = load_model(str(folder), dtype="float32", device="cpu")
+    model, tokenizer = common.load(folder, threads=threads)
     loaded = RidgeMaps.load(maps)
     configuration = {
         "maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(),

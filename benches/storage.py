@@ -14,7 +14,6 @@ bfloat16's by more than .002 (issue 4).
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import tempfile
 import time
@@ -24,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import common
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from ridgefill.cli.loading import load_model
-from ridgefill.demo import KINDS, calibration_texts, model_folder
+from ridgefill.demo import KINDS, calibration_texts
 from ridgefill.evaluate.filled import BulkPrefill
 from ridgefill.evaluate.quality import Score, prefill_logits
 from ridgefill.evaluate.report import machine, machine_line
@@ -109,7 +108,7 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 @click.option(
     "--maps", "maps_path", type=click.Path(exists=True, path_type=Path), help="Maps to convert, in place of sums."
 )
-@click.option("--model", "folder", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2-135M]")
+@common.model
 @click.option("--split", default=20, show_default=True)
 @click.option("--features", default="stream", show_default=True, help="What the maps read.")
 @click.option("--tokens", default=2048, show_default=True, help="Prompt length.")
@@ -119,13 +118,13 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 @click.option("--kinds", default=",".join(KINDS), show_default=True)
 @click.option("--fit-tokens", default=147_456, show_default=True, help="Calibration tokens without --moments.")
 @click.option("--window", "fit_window", default=1024, show_default=True, help="Tokens of one calibration window.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--threads", type=int)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write everything to this file.")
+@common.dtype
+@common.threads
+@common.json_path
 def main(
     sums_path: Path | None,
     maps_path: Path | None,
-    folder: Path | None,
+    folder: Path,
     split: int,
     features: str,
     tokens: int,
@@ -140,10 +139,7 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Solve, store, load and score (see the module's docstring)."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    folder = folder or model_folder("smollm2-135m")
-    model, tokenizer = load_model(str(folder), dtype=dtype, device="cpu")
+    model, tokenizer = common.load(folder, dtype, threads)
     layout, names = decoder_layout(model), tuple(features.split(","))
     if maps_path is not None:
         given = RidgeMaps.load(maps_path)
@@ -187,14 +183,13 @@ def main(
     click.echo(machine_line())
     # Solved from sums where there are any, else converted.
     change = next(row["kl_change"] for row in reversed(rows) if row["stored"] in ("int8", CONVERTED))
-    if json_path is not None:
-        settings = {"split": split, "features": names, "tokens": tokens, "tail": tail, "head": head, "dtype": dtype}
-        document = {
-            "settings": {**settings, "calibration_rows": named[first].fit["rows"]},
-            "machine": machine(),
-            "table": rows,
-        }
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    settings = {"split": split, "features": names, "tokens": tokens, "tail": tail, "head": head, "dtype": dtype}
+    document = {
+        "settings": {**settings, "calibration_rows": named[first].fit["rows"]},
+        "machine": machine(),
+        "table": rows,
+    }
+    common.write_json(json_path, document)
     if abs(change["estimate"]) > MOST_INT8_KL:
         raise SystemExit(f"int8 changes the mean KL by {change['estimate']:+.4f}; expected at most {MOST_INT8_KL}")
 

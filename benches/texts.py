@@ -13,19 +13,18 @@ token, with 95% intervals over windows; a row is a fit, a column what it is trie
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import common
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ridgefill.capture import text_windows
-from ridgefill.cli.loading import load_model
-from ridgefill.demo import KINDS, model_folder, standard_texts
+from ridgefill.demo import KINDS, standard_texts
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.paired import Result, evaluate
 from ridgefill.evaluate.report import machine, machine_line
@@ -139,20 +138,20 @@ def print_table(entries: list[dict[str, Any]], tried_on: Sequence[str], figure: 
 @click.command(help=__doc__)
 @click.option("--set", "given", multiple=True, metavar="NAME=PATH", help="A set of texts; repeat for more.")
 @click.option("--field", default="text", show_default=True, help="The field of .jsonl lines that holds the text.")
-@click.option("--model", "folder", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2-135M]")
+@common.model
 @click.option("--split", default=20, show_default=True)
 @click.option("--fit-tokens", default=65_536, show_default=True, help="Calibration tokens of each fit.")
 @click.option("--window", "fit_window", default=1024, show_default=True, help="Tokens of one calibration window.")
 @click.option("--tokens", default=2048, show_default=True, help="Prompt length.")
 @click.option("--tail", default=256, show_default=True)
 @click.option("--per-set", default=8, type=click.IntRange(min=2), show_default=True, help="Held-out prompts of each.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--threads", type=int)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write everything to this file.")
+@common.dtype
+@common.threads
+@common.json_path
 def main(
     given: tuple[str, ...],
     field: str,
-    folder: Path | None,
+    folder: Path,
     split: int,
     fit_tokens: int,
     fit_window: int,
@@ -164,10 +163,7 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Fit on every set, try each on all (see the module's docstring)."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    folder = folder or model_folder("smollm2-135m")
-    model, tokenizer = load_model(str(folder), dtype=dtype, device="cpu")
+    model, tokenizer = common.load(folder, dtype, threads)
     chat = ChatFormat()
     chat.tokenizer = tokenizer
     sets = [named_set(one, field, chat) for one in given] if given else standard_sets(chat)
@@ -188,10 +184,9 @@ def main(
         f"{folder.name}, {dtype}, N={tokens}, T={tail}, {per_set} prompts of each set; calibration rows: {counts}"
     )
     click.echo(machine_line())
-    if json_path is not None:
-        settings = {"split": split, "tokens": tokens, "tail": tail, "dtype": dtype, "fit_tokens": fit_tokens}
-        document = {"settings": settings, "rows": rows, "machine": machine(), "table": entries}
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    settings = {"split": split, "tokens": tokens, "tail": tail, "dtype": dtype, "fit_tokens": fit_tokens}
+    document = {"settings": settings, "rows": rows, "machine": machine(), "table": entries}
+    common.write_json(json_path, document)
 
 
 if __name__ == "__main__":

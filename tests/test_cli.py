@@ -18,6 +18,7 @@ from tiny import tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
 
 from ridgefill.cli.main import commands
+from ridgefill.cli.terminal import says_what_to_install
 from ridgefill.maps import RidgeMaps
 
 
@@ -177,6 +178,11 @@ def test_a_missing_package_says_what_to_install(folder: Path, monkeypatch: pytes
     assert "pip install 'ridgefill[hf]'" in result.stderr
 
 
+def test_a_broken_package_is_not_called_missing() -> None:
+    with pytest.raises(ImportError, match=r"libx\.so"), says_what_to_install("hf"):
+        raise ImportError("libx.so: cannot open shared object file")
+
+
 _FIT = ("--text", "{text}", "--split", "2", "-o", "{out}", *_SMALL)
 
 
@@ -224,12 +230,12 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
 
 
 def test_an_unexpected_error_names_its_kind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ridgefill.cli import main
+    from ridgefill.cli import maps
 
     def broken(_: Path) -> None:
         raise KeyError("oops")
 
-    monkeypatch.setattr(main, "_read_document", broken)
+    monkeypatch.setattr(maps, "read_document", broken)
     result = _run("inspect", folder / "maps.safetensors")
     assert result.exit_code == 1
     assert "error: unexpected KeyError: 'oops' (--debug shows where)" in result.stderr

@@ -1,1 +1,1 @@
-"""The command line: `ridgefill fit`, `inspect` and `demo`."""
+"""The command lines: `ridgefill` (main.py, a room for each command) and `ridgefill-plan` (plan.py)."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ridgefill.cli.terminal import says_what_to_install
 from ridgefill.errors import RidgeFillError
 
 
@@ -23,11 +24,10 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     Raises:
         RidgeFillError: torch or transformers is missing, or the model cannot be read.
     """
-    try:
+    with says_what_to_install("hf"):
         import torch
         import transformers
-    except ImportError as error:
-        raise RidgeFillError(f"the package {error.name!r} is not installed: run pip install 'ridgefill[hf]'") from error
+
     path = Path(name)
     where: dict[str, Any] = {}
     weights: dict[str, Any] = {}

@@ -12,11 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from ridgefill.cli.main import reports_errors
 from ridgefill.cli.plan_inputs import (
     check_cached,
     parse_spans,
@@ -37,12 +36,11 @@ from ridgefill.cli.plan_tables import (
     print_search,
     print_trace,
 )
+from ridgefill.cli.terminal import Command, reports_errors
 from ridgefill.errors import PlanError
 from ridgefill.traces import SENSITIVITIES, plan_trace
 
 # numpy loads inside the command that needs it; rich and matplotlib in plan_tables.py, as late.
-
-Command = TypeVar("Command", bound=Callable[..., None])
 
 _ANSWER_IS_NO = 3
 
