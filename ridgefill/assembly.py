@@ -291,7 +291,7 @@ def _selection(
     auto = options.share == "auto"
     gates = []
     for split_maps, maps, share in zip(gate_maps, resident, options.shares, strict=True):
-        scorer = options.scorer or rows.attention_scorer(layout, split_maps.split)
+        scorer = options.scorer or rows.attention_scorer(layout, split_maps)
         most: Any = rows.AUTO_SHARE if auto else share  # what else is no number, `selection_settings` refuses
         least = rows.AUTO_PROBABILITY if auto else None
         gates.append(rows.Gate(split_maps.split, most, maps, scorer, least, options.min_rows))

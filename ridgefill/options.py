@@ -15,7 +15,7 @@ from ridgefill.scorers import AttentionScorer, RowScorer
 TIERS = ("auto", "exact", "quality", "speed", "plumb")
 FORMS = ("auto", "fused", "two-step")
 # The part of the bulk that runs exactly in tier quality (design section 3).
-_DEFAULT_SHARE = 0.1
+DEFAULT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Options:
         if self.gates:
             return [self.gates[split] for split in sorted(self.gates)]
         if self.tier == "quality" and self.share is None:
-            return [_DEFAULT_SHARE]
+            return [DEFAULT_SHARE]
         return [] if self.share is None else [self.share]
 
     def request(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ridgefill.layout import DecoderLayout
+    from ridgefill.maps import SplitMaps
     from ridgefill.prefill import Bulk, FillSettings, Step
     from ridgefill.synth import ResidentMap
 
@@ -426,9 +427,15 @@ def on_tail_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             WAITING.selection = None
 
 
-def attention_scorer(layout: DecoderLayout, split: int) -> AttentionScorer:
-    """The default scorer. Predicted queries help where few layers are late, and mislead where many are (design 2.6)."""
-    return AttentionScorer(predicted=3 * split >= 2 * layout.num_layers)
+def attention_scorer(layout: DecoderLayout, maps: SplitMaps) -> AttentionScorer:
+    """The default scorer of a split: with predicted queries or without, as the fit found better.
+
+    Where it found neither: they help where few layers are late, and mislead where many are (design 2.6).
+    """
+    predicted = (maps.choice or {}).get("predicted_queries")
+    if not isinstance(predicted, bool):
+        predicted = 3 * maps.split >= 2 * layout.num_layers
+    return AttentionScorer(predicted=predicted)
 
 
 def spans_only(split: int) -> SelectionSettings:

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ridgefill.errors import UnsupportedModelError
 from ridgefill.evaluate.filled import BulkPrefill
 from ridgefill.evaluate.quality import Score, prefill_logits
 from ridgefill.evaluate.stats import mean_interval
 from ridgefill.maps import RidgeMaps, SplitMaps, basis_dtype
+from ridgefill.options import DEFAULT_SHARE
+from ridgefill.scorers import AttentionScorer
 from ridgefill.state_fit import LEAST_CHUNK_ENDS, StateErrors, corrections
 
 if TYPE_CHECKING:
@@ -58,7 +61,8 @@ def choose(
     if the 95% interval of the change in KL to stock, paired by held-out prompt, lies below 0, and a rank if it lies
     below ``MOST_RANK_KL``. (Half of the prompts are scored with corrections from the other
     half, and the file gets those from all.) Then the smallest rank of ``SCALE_RANKS`` is taken whose fused form moves
-    the loss by less than ``MOST_FUSED_DNLL``. The figures go into the split's ``choice``. With too few held-out
+    the loss by less than ``MOST_FUSED_DNLL``, and whether tier quality reads predicted queries, where one is certainly
+    better. The figures go into the split's ``choice``. With too few held-out
     prompts, nothing is chosen: the first candidate, no gains where they are ``auto``, no corrections,
     ``DEFAULT_RANK``; the file and a warning say so.
 
@@ -156,6 +160,9 @@ class _Choice:
         best, best_scores = self._with_states(best, best_scores, states(best))
         best, rank = self._with_scale(best, best_scores, spectra(best))
         choice = {"gains": kept, "prompts": len(self._bulks), "scale_rank": rank, "steps": self._steps}
+        predicted_queries = self._predicted_queries(best)
+        if predicted_queries is not None:
+            choice["predicted_queries"] = predicted_queries
         return replace(best, choice=choice)
 
     def _with_states(
@@ -184,6 +191,25 @@ class _Choice:
             if fits:
                 break
         return fused, rank
+
+    def _predicted_queries(self, maps: SplitMaps) -> bool | None:
+        """Whether tier quality's rows are better chosen by the late layers' predicted queries too.
+
+        None where neither is certain, and where this model lets no rows be selected.
+        """
+        loaded = replace(self._shared, splits={self._split: maps})
+        found = []
+        try:
+            for predicted in (False, True):
+                options: dict[str, Any] = {"share": DEFAULT_SHARE, "scorer": AttentionScorer(predicted=predicted)}
+                pairs = zip(self._bulks, self._stock, strict=True)
+                found.append([b.score(loaded, logits, choice=b.choice(loaded, **options)) for b, logits in pairs])
+        except UnsupportedModelError:
+            return None
+        exact, both = found
+        better = self._note("rows by predicted queries too", both, exact)
+        worse = self._note("rows by exact queries alone", exact, both)
+        return better if better or worse else None
 
     def _scores(self, maps: SplitMaps, prompts: slice = _EVERY) -> list[Score]:
         """Scores against stock, by prompt."""

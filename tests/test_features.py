@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,11 @@ from transformers import DynamicCache
 import ridgefill
 from ridgefill.agreement import Agreement, HeadSums
 from ridgefill.capture import BlockInputs, TextRecord, Window
-from ridgefill.errors import AttachError, FitError
+from ridgefill.errors import AttachError, FitError, UnsupportedModelError
 from ridgefill.features import Features, FeatureState
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps
+from ridgefill.scorers import AttentionScorer
 from ridgefill.solve import fit
 from ridgefill.tune import choose
 from ridgefill.writers import generic_writer, probe_layers
@@ -317,12 +319,12 @@ def test_more_features_are_kept_only_where_they_help() -> None:
     good = fitted.splits[SPLIT]
     better = run_choice(model, fitted, [bad, good], {})
     assert better.features == ("stream", "previous:1")
-    first, second, _ = better.choice["steps"]
+    first, second, *_ = better.choice["steps"]
     assert second["kept"]
     assert second["change"][2] < 0 < first["kl"] - second["kl"]
     worse = run_choice(model, fitted, [replace(good, features=("stream", "previous:1")), bad], {})
     assert worse.features == ("stream", "previous:1")
-    assert [step["kept"] for step in worse.choice["steps"]] == [True, False, True]
+    assert [step["kept"] for step in worse.choice["steps"][:3]] == [True, False, True]
 
 
 @pytest.mark.parametrize("helps", [None, "key", "value"])
@@ -348,6 +350,9 @@ def test_gains_are_chosen_by_kl_and_only_where_they_help(helps: str | None, monk
             useless = 0.01 * ((layer.key_gain is not None) + (layer.value_gain is not None))
             return SimpleNamespace(kl=(1.0 if gain is None else 0.5) + useless + self.noise, dnll=0.0)
 
+        def choice(self, *_: Any, **__: Any) -> Any:
+            raise UnsupportedModelError("no rows are selected")
+
     monkeypatch.setattr("ridgefill.tune.BulkPrefill", Bulk)
     chosen = run_choice(model, maps, [maps.splits[SPLIT]], agreements, gains="auto")
     kept = chosen.choice["gains"]
@@ -361,6 +366,38 @@ def test_gains_are_chosen_by_kl_and_only_where_they_help(helps: str | None, monk
             assert layer_map.value_gain.tolist() == [4.0] * heads
     tried = [step["tried"] for step in chosen.choice["steps"]]
     assert tried == ["stream", "key gain norm", "key gain lsq", "value gain norm", "value gain lsq", "fused, rank 64"]
+
+
+@pytest.mark.parametrize(("change", "chosen"), [(-0.1, True), (0.1, False), (0.0, None)])
+def test_queries_that_choose_rows_are_chosen_by_kl(
+    change: float, chosen: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tiny_model("qwen3")
+    maps = random_maps(model)
+    noise = itertools.cycle((0.01, -0.01))
+
+    class Bulk:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.noise = next(noise)
+
+        def choice(self, _: RidgeMaps, *, share: float, scorer: AttentionScorer) -> AttentionScorer:
+            assert share == 0.1
+            return scorer
+
+        def score(self, _: RidgeMaps, __: torch.Tensor, choice: AttentionScorer | None = None) -> Any:
+            predicted = choice is not None and choice.predicted
+            return SimpleNamespace(kl=1.0 + predicted * (change + self.noise), dnll=0.0)
+
+    monkeypatch.setattr("ridgefill.tune.BulkPrefill", Bulk)
+    split_maps = run_choice(model, maps, [maps.splits[SPLIT]], {})
+    both, exact = split_maps.choice["steps"][-2:]
+    assert (both["kept"], exact["kept"]) == (chosen is True, chosen is False)
+    assert split_maps.choice.get("predicted_queries") is chosen
+    replace(maps, splits={SPLIT: split_maps}).save(tmp_path / "maps.safetensors")
+    with ridgefill.attach(model, tmp_path / "maps.safetensors", tier="quality") as attachment:
+        found = attachment.selection.gates[0].scorer
+    by_depth = 2 * model.config.num_hidden_layers <= 3 * SPLIT
+    assert found == AttentionScorer(predicted=by_depth if chosen is None else chosen)
 
 
 def test_named_gains_are_applied_without_a_choice() -> None:

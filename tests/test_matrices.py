@@ -22,7 +22,7 @@ from tiny_tokenizer import byte_tokenizer, random_text
 from transformers import DynamicCache
 
 import ridgefill
-from ridgefill.errors import FitError
+from ridgefill.errors import FitError, UnsupportedModelError
 from ridgefill.evaluate.controls import identity_maps
 from ridgefill.maps import LayerMap, RidgeMaps
 from ridgefill.matrices import Codes, Factors, converted, dense, dequantised, quantised, stored
@@ -321,6 +321,9 @@ def test_the_smallest_rank_whose_loss_does_not_matter_is_kept(
             rank = used.splits[SPLIT].rank
             rise = 0.0 if rank is None else rises[rank] + self.sign
             return SimpleNamespace(kl=1.0 + MOST_RANK_KL * rise, dnll=0.0)
+
+        def choice(self, *_: Any, **__: Any) -> Any:
+            raise UnsupportedModelError("no rows are selected")
 
     monkeypatch.setattr("ridgefill.tune.BulkPrefill", Bulk)
     chosen = run_choice(model, maps, [whole, *(of_rank(rank) for rank in sorted(rises))], {})

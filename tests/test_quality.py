@@ -28,7 +28,6 @@ from ridgefill.evaluate.controls import (
 from ridgefill.evaluate.filled import BulkPrefill
 from ridgefill.evaluate.paired import (
     SELECTING_VARIANTS,
-    SHARE,
     VARIANTS,
     PairedPrompt,
     Result,
@@ -41,6 +40,7 @@ from ridgefill.evaluate.windows import held_out_windows
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import LayerMap, RidgeMaps
 from ridgefill.moments import Moments
+from ridgefill.options import DEFAULT_SHARE
 from ridgefill.scorers import RandomScorer
 from ridgefill.solve import solve_ridge
 from ridgefill.writers import key_rotation
@@ -247,14 +247,14 @@ def test_selected_rows_are_scored_as_the_product_runs_them(family: str) -> None:
     bulk = BulkPrefill(model, maps, ids, split=3, tail=tail)
     with attach(model, maps, tier="quality", share=share, tail=tail, min_bulk=1):
         product = score_tail(exact.logits, prefill_logits(model, ids, tail), ids, rows_filled=76 - 19)
-    assert bulk.score(maps, exact.logits, choice=bulk.choice(share=share)) == product
-    dropped = bulk.score(maps, exact.logits, choice=bulk.choice(share=share, drop=True))
+    assert bulk.score(maps, exact.logits, choice=bulk.choice(maps, share=share)) == product
+    dropped = bulk.score(maps, exact.logits, choice=bulk.choice(maps, share=share, drop=True))
     assert dropped != product
     # With every row selected there is nothing to fill and nothing to drop.
     for drop in (False, True):
-        assert bulk.score(maps, exact.logits, choice=bulk.choice(share=1.0, drop=drop)).kl < 1e-6
+        assert bulk.score(maps, exact.logits, choice=bulk.choice(maps, share=1.0, drop=drop)).kl < 1e-6
     # With one row selected and the others dropped, late layers see almost no bulk.
-    one = bulk.score(maps, exact.logits, choice=bulk.choice(share=0.001, drop=True))
+    one = bulk.score(maps, exact.logits, choice=bulk.choice(maps, share=0.001, drop=True))
     assert one.kl == pytest.approx(exact.score_without_bulk(split=3).kl, rel=0.5)
     assert not model.model.layers[3]._forward_pre_hooks
 
@@ -272,7 +272,7 @@ def test_one_stock_prefill_serves_every_variant(family: str, variant: str) -> No
     elif variant in SELECTING_VARIANTS:
         scorer = RandomScorer() if variant == "random rows" else None
         expected = bulk.score(
-            maps, paired.stock, choice=bulk.choice(share=SHARE, scorer=scorer, drop=variant == "drop")
+            maps, paired.stock, choice=bulk.choice(maps, share=DEFAULT_SHARE, scorer=scorer, drop=variant == "drop")
         )
     else:
         used = {"identity": identity_maps(maps), "swapped": swapped_maps(maps, split, 4, 5)}.get(variant, maps)

@@ -306,9 +306,9 @@ def test_share_auto_runs_the_rows_above_a_probability(
     maps, spy = random_maps(model), Spy()
     with ridgefill.attach(model, maps, tier="quality", scorer=spy, **SETTINGS):
         call(model, ids)
-    everywhere = spy.said[0][1].scores  # [batch, bulk], of all queries: the last ones' are among them
-    least = 0.999 * float(everywhere.flatten().quantile(quantile).exp())
-    above = int((everywhere >= math.log(least)).sum(1).max())
+    scores = torch.maximum(*(ranking.scores for ranking in spy.said[0]))  # [batch, bulk]
+    least = 0.999 * float(scores.flatten().quantile(quantile).exp())
+    above = int((scores >= math.log(least)).sum(1).max())
     assert 0 < above < ROWS - TAIL - HEAD
     monkeypatch.setattr(rows, "AUTO_PROBABILITY", least)
     expected = min(above, math.ceil(rows.AUTO_SHARE * (ROWS - TAIL - HEAD)))

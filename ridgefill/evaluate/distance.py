@@ -13,10 +13,11 @@ from torch.nn.functional import cross_entropy
 
 from ridgefill.capture import special_prefix
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.paired import SHARE, PairedPrompt, Variants
+from ridgefill.evaluate.paired import PairedPrompt, Variants
 from ridgefill.evaluate.quality import token_scores
 from ridgefill.evaluate.stats import Interval, ratio_interval
 from ridgefill.evaluate.windows import Window
+from ridgefill.options import DEFAULT_SHARE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,7 +124,7 @@ def score_document(
     *,
     tail: int,
     head: int = 4,
-    share: float = SHARE,
+    share: float = DEFAULT_SHARE,
     far: FarSettings = FarSettings(),
 ) -> list[GroupScore]:
     """Return every group of `GROUPS`, and of distances ``distance [from, to)`` from the bulk's end, for each setting.

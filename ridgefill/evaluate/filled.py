@@ -178,11 +178,13 @@ class BulkPrefill:
         with filled_tail(self._model, settings, step, bulk, self._ids, choice) as filled:
             return score_tail(stock, filled.logits, self._ids, rows_filled=filled.rows_filled)
 
-    def choice(self, *, share: float, scorer: RowScorer | None = None, drop: bool = False) -> SelectionSettings:
-        """How to select rows of this prompt: by the tail's attention unless a scorer is given.
+    def choice(
+        self, maps: RidgeMaps, *, share: float, scorer: RowScorer | None = None, drop: bool = False
+    ) -> SelectionSettings:
+        """How to select rows of this prompt under these maps: by the tail's attention unless a scorer is given.
 
         With ``drop``, the control that lacks the fill: late layers do not see unselected rows (arXiv 2502.01068).
         """
-        layout, split = self._settings.layout, self._settings.split
-        gate = Gate(split, share, self._settings.maps, scorer or attention_scorer(layout, split))
+        layout, chosen = self._settings.layout, maps.at(self._settings.split)
+        gate = Gate(chosen.split, share, resident_maps(chosen, layout), scorer or attention_scorer(layout, chosen))
         return replace(selection_settings(layout, [gate]), drop_unselected=drop)

@@ -30,7 +30,7 @@ from ridgefill.evaluate.distance import (
     summarise,
 )
 from ridgefill.evaluate.needle import Filler, Item, build_items
-from ridgefill.evaluate.paired import SHARE, Variants
+from ridgefill.evaluate.paired import Variants
 from ridgefill.evaluate.report import machine
 from ridgefill.evaluate.splice import attribution, study_splices
 from ridgefill.evaluate.stats import (
@@ -42,6 +42,7 @@ from ridgefill.evaluate.stats import (
 )
 from ridgefill.evaluate.windows import Window, held_out_windows, unseen_texts
 from ridgefill.maps import RidgeMaps
+from ridgefill.options import DEFAULT_SHARE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +92,7 @@ class GateSettings:
     tail: int = 512
     head: int = 4
     min_bulk: int = 256
-    share: float = SHARE
+    share: float = DEFAULT_SHARE
     items: int = 96
     documents: int = 12
     budget_seconds: float = 1200.0

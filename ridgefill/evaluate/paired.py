@@ -18,6 +18,7 @@ from ridgefill.evaluate.filled import FilledTail, filled_tail, whole_cache
 from ridgefill.evaluate.known import KnownLayers
 from ridgefill.evaluate.quality import Score, prefill_logits, score_tail
 from ridgefill.layout import decoder_layout
+from ridgefill.options import DEFAULT_SHARE
 from ridgefill.prefill import Bulk, FillSettings, Step
 from ridgefill.rows import Gate, SelectionSettings, attention_scorer, selection_settings
 from ridgefill.scorers import RandomScorer, RowScorer
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 SELECTING_VARIANTS = ("quality", "random rows", "drop")
 VARIANTS = ("fill", *SELECTING_VARIANTS, "no bulk", "identity", "direct", "head=0", "swapped")
-# The part of the bulk that selecting variants run exactly.
-SHARE = 0.1
 
 
 class Variants:
@@ -65,7 +64,8 @@ class Variants:
         self, split: int, *, share: float, scorer: RowScorer | None = None, drop: bool = False
     ) -> SelectionSettings:
         """How rows are selected at a split: by the tail's attention unless a scorer is given."""
-        gate = Gate(split, share, self.settings(split).maps, scorer or attention_scorer(self.layout, split))
+        scorer = scorer or attention_scorer(self.layout, self.maps.at(split))
+        gate = Gate(split, share, self.settings(split).maps, scorer)
         if split not in self._choices:
             self._choices[split] = selection_settings(self.layout, [gate])
         return replace(self._choices[split], gates=(gate,), drop_unselected=drop)
@@ -182,7 +182,7 @@ class PairedPrompt:
         split: int,
         variant: str,
         *,
-        share: float = SHARE,
+        share: float = DEFAULT_SHARE,
         scorer: RowScorer | None = None,
         edit: Callable[[Any], None] | None = None,
     ) -> Iterator[FilledTail]:
