@@ -234,8 +234,27 @@ def test_lengths_where_stock_itself_fails_are_not_used(model: Any) -> None:
     assert usable == [StockAccuracy(80, 1, 1.0)]
     assert [(a.item, a.variant) for a in answers] == [(i.name, v) for i in found for v in ("stock", "fill")]
     del groups[80, 1]
-    with pytest.raises(RidgeFillError, match="0% of 120 tokens with 1 needles, 0% of 80 tokens with 2 needles"):
+    with pytest.raises(
+        RidgeFillError, match="0 of 1 prompts of 120 tokens with 1 needles, 0 of 1 prompts of 80 tokens"
+    ):
         ask_in_turns(variants, tokenizer, groups, [FILL], tail=TAIL)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "usable"), [((), True), ((0,), True), ((9,), True), ((0, 9), False), ((9, 10, 11), True)]
+)
+def test_stock_may_miss_one_in_ten(wrong: tuple[int, ...], usable: bool, model: Any) -> None:
+    """Of the first ten: whichever it is, and whatever comes later."""
+    prompts = items(count=12, controls=0, needles=(1,), tokens=80)
+    prompts = [replace(item, expected="nothing") if n in wrong else item for n, item in enumerate(prompts)]
+    arguments: Any = (Variants(model, recall_maps(model)), word_tokenizer(), {(80, 1): prompts}, [FILL])
+    if usable:
+        answers, (accuracy,) = ask_in_turns(*arguments, tail=TAIL)
+        assert len({a.item for a in answers}) == 12
+        assert accuracy == StockAccuracy(80, 1, pytest.approx(1 - len(wrong) / 12))
+        return
+    with pytest.raises(RidgeFillError, match="8 of 10 prompts of 80 tokens"):
+        ask_in_turns(*arguments, tail=TAIL)
 
 
 def test_prompts_take_turns_until_it_is_enough(model: Any) -> None:

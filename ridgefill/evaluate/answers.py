@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -322,33 +323,33 @@ def ask_in_turns(
         RidgeFillError: stock answers no group; a variant that fills predicted no row.
     """
     found: dict[tuple[int, int], list[Answer]] = {group: [] for group in groups}
-    dropped: list[StockAccuracy] = []
-    asked, settings = 0, list(settings)
+    dropped: list[str] = []
+    asked = 0
     turns = zip_longest(*([(group, item) for item in items] for group, items in groups.items()))
     for group, item in (turn for groups_turn in turns for turn in groups_turn if turn is not None):
         if group not in found:
             continue
-        if not settings or enough(asked, len(found)):
+        so_far = [answer for answers in found.values() for answer in answers]
+        open_settings = [setting for setting in settings if not _beyond_doubt(so_far, setting)]
+        if not open_settings or enough(asked, len(found)):
             break
-        found[group] += answer_item(variants, tokenizer, item, settings, tail=tail)
+        found[group] += answer_item(variants, tokenizer, item, open_settings, tail=tail)
         asked += 1
         right = [answer.right for answer in found[group] if answer.variant == "stock"]
         sample = min(_STOCK_SAMPLE, len(groups[group]))
-        if len(right) <= sample and right.count(False) > (1 - LEAST_STOCK_ACCURACY) * sample:
-            dropped.append(StockAccuracy(group[0], group[1], sum(right) / len(right)))
+        if len(right) <= sample and right.count(False) > sample - math.ceil(LEAST_STOCK_ACCURACY * sample):
+            dropped.append(f"{sum(right)} of {len(right)} prompts of {group[0]:,} tokens with {group[1]} needles")
             del found[group]
             asked -= len(right)
-        settings = [s for s in settings if not _beyond_doubt([a for kept in found.values() for a in kept], s)]
     usable = [
         StockAccuracy(group[0], group[1], statistics.mean(a.right for a in answers if a.variant == "stock"))
         for group, answers in found.items()
         if answers
     ]
     if not usable:
-        shown = ", ".join(f"{g.right:.0%} of {g.tokens:,} tokens with {g.needles} needles" for g in dropped)
         raise RidgeFillError(
-            f"the stock model answers {shown}; needles say something of a fill from {LEAST_STOCK_ACCURACY:.0%}: name "
-            "shorter lengths"
+            f"the stock model answers {', '.join(dropped)} and was asked no more; needles say something of a fill from "
+            f"{LEAST_STOCK_ACCURACY:.0%} on: name shorter lengths"
         )
     return [answer for answers in found.values() for answer in answers], usable
 
