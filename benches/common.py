@@ -10,7 +10,9 @@ import click
 import torch
 
 from ridgefill.cli.loading import load_model
+from ridgefill.cli.terminal import check_output
 from ridgefill.demo import model_folder
+from ridgefill.errors import RidgeFillError
 
 
 def numbers(kind: type) -> Any:
@@ -31,8 +33,11 @@ def _model_folder(_: click.Context, __: click.Parameter, given: Path | None) -> 
 
 def _writable(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
     """Refuse, before the long work, a file that could not be written after it."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"the folder {path.parent} does not exist")
+    if path is not None:
+        try:
+            check_output(path)
+        except RidgeFillError as error:
+            raise click.BadParameter(str(error)) from None
     return path
 
 

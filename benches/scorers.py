@@ -88,18 +88,18 @@ def score_needle(
     """Whether stock, the fill alone and each scorer's selection find the needle, and its rows that ran exactly."""
     prompt = PairedPrompt(variants, item.ids, tail=NEEDLE_TAIL, head=item.head, splits=splits, logits_to_keep=1)
     first, last = item.rows
-    columns: list[tuple[int, str, str, RowScorer | None]] = [(0, "stock", "stock", None)]
-    for split in splits:
-        columns += [(split, "none", "fill", None), *((split, name, "quality", s) for name, s in wanted.items())]
-    tails = []
-    for split, _, variant, scorer in columns:
-        with prompt.variant(split, variant, share=share, scorer=scorer) as filled:
-            tails.append(filled)
-    answers = greedy_answers(variants.model, tokenizer, tails, item.expected)
-    for (split, name, _, _), filled, answer in zip(columns, tails, answers, strict=True):
-        selected = float(((filled.selected >= first) & (filled.selected < last)).sum()) / (last - first)
-        right = is_right(answer, item.expected)
-        yield {"split": split, "scorer": name, "right": right, "selected": selected, "answer": answer}
+    of_split: list[tuple[str, str, RowScorer | None]] = [("none", "fill", None)]
+    of_split += [(name, "quality", scorer) for name, scorer in wanted.items()]
+    for split, columns in ((0, [("stock", "stock", None)]), *((split, of_split) for split in splits)):
+        tails = []  # of one split, decoded together
+        for _, variant, scorer in columns:
+            with prompt.variant(split, variant, share=share, scorer=scorer) as filled:
+                tails.append(filled)
+        answers = greedy_answers(variants.model, tokenizer, tails, item.expected)
+        for (name, _, _), filled, answer in zip(columns, tails, answers, strict=True):
+            selected = float(((filled.selected >= first) & (filled.selected < last)).sum()) / (last - first)
+            right = is_right(answer, item.expected)
+            yield {"split": split, "scorer": name, "right": right, "selected": selected, "answer": answer}
 
 
 def print_table(console: Console, split: int, done: dict[str, list[dict[str, Any]]], names: Sequence[str]) -> None:

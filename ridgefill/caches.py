@@ -24,6 +24,14 @@ _STATE_LAYERS = {
 }
 
 
+def whole_cache(layout: DecoderLayout) -> Cache:
+    """Return a new cache in which every layer keeps every row, also where attention slides, and its state, if any."""
+    from transformers import DynamicCache
+
+    # States come with a config only, and with a config sliding layers slide; no model that can be filled has both.
+    return DynamicCache(config=layout.config) if layout.recurrent else DynamicCache()
+
+
 def cached_tokens(cache: Cache | None) -> int:
     """The cache's length as an int, read once: a static layer hands out a live tensor that updates change in place."""
     length = getattr(cache, "get_seq_length", None)
@@ -120,7 +128,8 @@ def write(cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
 
 
 def copy_state(cache: Cache, layer_idx: int, source: Cache) -> None:
-    """Give a layer without a state the recurrent state and the convolution's tail that it has in ``source``."""
+    """Give a layer the recurrent state and the convolution's tail that it has in ``source``, in place of its own."""
+    # A layer that has a tail appends the new one to it, and keeps as many of the last rows as there are in it.
     layer, given = (c.layers[layer_idx] for c in (cache, source))
     layer.update_conv_state(given.conv_states[0])
     if given.recurrent_states[0] is not None:

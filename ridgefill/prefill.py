@@ -291,13 +291,9 @@ def _run_head(settings: FillSettings, step: Step) -> tuple[Cache | None, Capture
         A fresh prompt's rows in a cache of their own, of which the late layers are kept. And, where the bulk's pass
         will not begin with these rows again, what was seen of them.
     """
-    from transformers import DynamicCache
-
     if step.fill_start == step.cached_tokens:
         return None, None
-    # Without a config every layer keeps every row, also where attention slides; states come with a config only.
-    fresh = DynamicCache(config=settings.layout.config) if settings.layout.recurrent else DynamicCache()
-    cache = step.cache if step.cached_tokens else fresh
+    cache = step.cache if step.cached_tokens else caches.whole_cache(settings.layout)
     with Capture(settings, stops=False) as capture:
         hidden = run_base(settings, step, step.cached_tokens, step.fill_start, cache)
     if settings.guard is not None:

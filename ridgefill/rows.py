@@ -199,7 +199,7 @@ class Gate:
     Attributes:
         share: of the bulk that runs on; with ``least_probability``, at most.
         maps: empty in tier plumb, whose rows hold the truth already.
-        least_probability: rows with a lower score do not run on; of a scorer whose scores are log probabilities.
+        least_probability: rows with a lower one do not run on; of a scorer whose scores are log probabilities.
         min_rows: so many run on at least, as far as there are any.
     """
 
@@ -216,7 +216,8 @@ class Gate:
 
         count = math.ceil(self.share * group.size)
         if self.least_probability is not None:
-            above = torch.stack([r.scores for r in rankings]).amax(0) >= math.log(self.least_probability)
+            by_row = [r.scores if r.log_attention is None else r.log_attention for r in rankings]
+            above = torch.stack(by_row).amax(0) >= math.log(self.least_probability)
             above = above if group.filled is None else above & group.filled
             count = min(count, int(above.sum(1).max()))  # one number for all sequences: what the fullest needs
         return max(count, min(self.min_rows, group.size))
@@ -492,8 +493,13 @@ def selection_settings(layout: DecoderLayout, gates: Sequence[Gate]) -> Selectio
         reader = QueryReader(layout, layer_idx)
         kwargs = {name: value for name, value in calls[layer_idx].items() if name != "hidden_states"}
         hidden = calls[layer_idx]["hidden_states"]
-        with torch.no_grad():
-            queries = reader.read(hidden, kwargs, generic_writer(layout, layer_idx)(hidden, kwargs))
+        try:
+            with torch.no_grad():
+                queries = reader.read(hidden, kwargs, generic_writer(layout, layer_idx)(hidden, kwargs))
+        except (AttributeError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"layer {layer_idx}: the queries of a {type(layout.layers[layer_idx]).__name__} cannot be read: {error}"
+            ) from error
         if (queries.query.shape[2], queries.key.shape[2]) != (hidden.shape[1], 2 * hidden.shape[1]):
             raise UnsupportedModelError(
                 f"layer {layer_idx} attends with queries {tuple(queries.query.shape)} and keys "

@@ -32,15 +32,18 @@ _QUERIES_ONLY = "ridgefill_queries"
 class Ranking:
     """Scores of the bulk's rows, ``[batch, bulk]``: higher is chosen first, -inf never by this ranking.
 
-    ``part`` is the share of the budget that it spends.
+    ``part`` is the share of the budget that it spends. ``log_attention``, where scores are that no more: the log of
+    the largest probability that a query gives a row or a neighbour; share ``auto`` counts by it.
     """
 
     scores: torch.Tensor
     part: float = 1.0
+    log_attention: torch.Tensor | None = None
 
     def among(self, rows: torch.Tensor) -> Ranking:
         """The same of some rows only, by their positions in the bulk ``[batch, count]``."""
-        return replace(self, scores=self.scores.gather(1, rows))
+        log_attention = None if self.log_attention is None else self.log_attention.gather(1, rows)
+        return replace(self, scores=self.scores.gather(1, rows), log_attention=log_attention)
 
 
 RowScorer = Callable[["TailView"], Sequence[Ranking]]
@@ -174,7 +177,9 @@ class AttentionScorer:
         everywhere, at_the_end = (torch.stack(scores).amax(0) for scores in zip(*found, strict=True))
         return (
             Ranking(shared(at_the_end, self.pool_rows), self.last_part),
-            Ranking(shared(everywhere, self.pool_rows, self.fall), 1 - self.last_part),
+            Ranking(
+                shared(everywhere, self.pool_rows, self.fall), 1 - self.last_part, shared(everywhere, self.pool_rows)
+            ),
         )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ridgefill.agreement import Agreements
     from ridgefill.capture import Window
+    from ridgefill.rows import SelectionSettings
     from ridgefill.spectrum import ScaleSpectrum
 
     Spectra = dict[int, ScaleSpectrum]
@@ -198,24 +199,25 @@ class _Choice:
         None where neither is certain, and where this model lets no rows be selected.
         """
         loaded = replace(self._shared, splits={self._split: maps})
-        found = []
         try:
-            for predicted in (False, True):
-                options: dict[str, Any] = {"share": DEFAULT_SHARE, "scorer": AttentionScorer(predicted=predicted)}
-                pairs = zip(self._bulks, self._stock, strict=True)
-                found.append([b.score(loaded, logits, choice=b.choice(loaded, **options)) for b, logits in pairs])
+            choice = self._bulks[0].choice(loaded, share=DEFAULT_SHARE)
         except UnsupportedModelError:
             return None
-        exact, both = found
+        if max(choice.readers) <= self._split:
+            return None  # no late layer has queries to predict
+        exact, both = (
+            self._scores(maps, choice=replace(choice, gates=(replace(choice.gates[0], scorer=scorer),)))
+            for scorer in (AttentionScorer(predicted=False), AttentionScorer(predicted=True))
+        )
         better = self._note("rows by predicted queries too", both, exact)
         worse = self._note("rows by exact queries alone", exact, both)
         return better if better or worse else None
 
-    def _scores(self, maps: SplitMaps, prompts: slice = _EVERY) -> list[Score]:
-        """Scores against stock, by prompt."""
+    def _scores(self, maps: SplitMaps, prompts: slice = _EVERY, choice: SelectionSettings | None = None) -> list[Score]:
+        """Scores against stock, by prompt, with the rows that ``choice`` selects exact."""
         loaded = replace(self._shared, splits={self._split: maps})
         pairs = zip(self._bulks[prompts], self._stock[prompts], strict=True)
-        return [bulk.score(loaded, logits) for bulk, logits in pairs]
+        return [bulk.score(loaded, logits, choice=choice) for bulk, logits in pairs]
 
     def _note(
         self,

@@ -25,9 +25,10 @@ def _run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> Result:
 
 @pytest.mark.parametrize("name", ["guard", "quality", "storage", "texts"])
 def test_a_file_that_could_not_be_written(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = _run(monkeypatch, name, "--json", str(tmp_path / "no" / "out.json"))
-    assert found.exit_code == 2, found.output
-    assert f"the folder {tmp_path / 'no'} does not exist" in found.output
+    for path, words in ((tmp_path / "no" / "out.json", "does not exist"), (tmp_path, "is a folder; name a file in it")):
+        found = _run(monkeypatch, name, "--json", str(path))
+        assert found.exit_code == 2, found.output
+        assert words in found.output
 
 
 @pytest.mark.parametrize(("name", "option", "default"), [("guard", "--splits", "20"), ("quality", "--split", "20,15")])

@@ -180,7 +180,7 @@ def test_a_missing_package_says_what_to_install(folder: Path, monkeypatch: pytes
 
 def test_a_broken_package_is_not_called_missing() -> None:
     with pytest.raises(ImportError, match=r"libx\.so"), says_what_to_install("hf"):
-        raise ImportError("libx.so: cannot open shared object file")
+        raise ImportError("libx.so: cannot open shared object file", name="torch._C", path="_C.so")
 
 
 _FIT = ("--text", "{text}", "--split", "2", "-o", "{out}", *_SMALL)

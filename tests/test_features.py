@@ -23,6 +23,7 @@ from ridgefill.errors import AttachError, FitError, UnsupportedModelError
 from ridgefill.features import Features, FeatureState
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps
+from ridgefill.rows import Gate, SelectionSettings, attention_scorer
 from ridgefill.scorers import AttentionScorer
 from ridgefill.solve import fit
 from ridgefill.tune import choose
@@ -344,7 +345,7 @@ def test_gains_are_chosen_by_kl_and_only_where_they_help(helps: str | None, monk
         def __init__(self, _: Any, __: Any, ids: torch.Tensor, **settings: Any) -> None:
             self.noise = 1e-3 * float(ids.float().mean())
 
-        def score(self, maps: RidgeMaps, _: torch.Tensor) -> Any:
+        def score(self, maps: RidgeMaps, _: torch.Tensor, *, choice: None) -> Any:
             layer = maps.splits[SPLIT].layers[SPLIT + 1]
             gain = {"key": layer.key_gain, "value": layer.value_gain, None: None}[helps]
             useless = 0.01 * ((layer.key_gain is not None) + (layer.value_gain is not None))
@@ -380,12 +381,13 @@ def test_queries_that_choose_rows_are_chosen_by_kl(
         def __init__(self, *_: Any, **__: Any) -> None:
             self.noise = next(noise)
 
-        def choice(self, _: RidgeMaps, *, share: float, scorer: AttentionScorer) -> AttentionScorer:
+        def choice(self, used: RidgeMaps, *, share: float) -> SelectionSettings:
             assert share == 0.1
-            return scorer
+            gate = Gate(SPLIT, share, {}, attention_scorer(decoder_layout(model), used.splits[SPLIT]))
+            return SelectionSettings((gate,), {SPLIT: None, SPLIT + 1: None})
 
-        def score(self, _: RidgeMaps, __: torch.Tensor, choice: AttentionScorer | None = None) -> Any:
-            predicted = choice is not None and choice.predicted
+        def score(self, _: RidgeMaps, __: torch.Tensor, *, choice: SelectionSettings | None) -> Any:
+            predicted = choice is not None and choice.gates[0].scorer.predicted
             return SimpleNamespace(kl=1.0 + predicted * (change + self.noise), dnll=0.0)
 
     monkeypatch.setattr("ridgefill.tune.BulkPrefill", Bulk)
@@ -396,8 +398,9 @@ def test_queries_that_choose_rows_are_chosen_by_kl(
     replace(maps, splits={SPLIT: split_maps}).save(tmp_path / "maps.safetensors")
     with ridgefill.attach(model, tmp_path / "maps.safetensors", tier="quality") as attachment:
         found = attachment.selection.gates[0].scorer
-    by_depth = 2 * model.config.num_hidden_layers <= 3 * SPLIT
-    assert found == AttentionScorer(predicted=by_depth if chosen is None else chosen)
+    assert found == AttentionScorer(predicted=bool(chosen))  # half of the layers are late: by depth alone, exact ones
+    deeper = attention_scorer(decoder_layout(model), replace(split_maps, split=4))
+    assert deeper == AttentionScorer(predicted=chosen is not False)
 
 
 def test_named_gains_are_applied_without_a_choice() -> None:

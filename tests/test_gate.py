@@ -413,11 +413,14 @@ def test_the_command_writes_its_report_and_records_the_verdict(
     monkeypatch.setattr("ridgefill.cli.loading.load_model", lambda *_, **__: (None, None))
     for damage, code, verdict in (("none", 0, "pass"), ("forget", 1, "fail")):
         run = runs[damage]
+        refused = [{"split": SPLIT, "tier": "quality", "reason": "its layers are recurrent"}]
+        run = replace(run, document={**run.document, "refused": refused})
         monkeypatch.setattr("ridgefill.evaluate.gate.run_gate", lambda *_, run=run, **__: run)
         out = tmp_path / damage
         found = CliRunner().invoke(commands, ["gate", "model", str(path), "-o", str(out)])
         assert found.exit_code == code, found.output
         assert f"split {SPLIT}, tier speed: {verdict}" in found.output
+        assert f"split {SPLIT}, tier quality: not judged: its layers are recurrent" in found.output
         assert (out / "index.html").is_file()
         assert path.read_bytes() == before
     found = CliRunner().invoke(commands, ["gate", "model", str(path), "-o", str(out), "--record"])

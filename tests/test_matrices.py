@@ -317,7 +317,7 @@ def test_the_smallest_rank_whose_loss_does_not_matter_is_kept(
         def __init__(self, *_: Any, **__: Any) -> None:
             self.sign = next(signs)
 
-        def score(self, used: RidgeMaps, _: torch.Tensor) -> Any:
+        def score(self, used: RidgeMaps, _: torch.Tensor, *, choice: None) -> Any:
             rank = used.splits[SPLIT].rank
             rise = 0.0 if rank is None else rises[rank] + self.sign
             return SimpleNamespace(kl=1.0 + MOST_RANK_KL * rise, dnll=0.0)

@@ -134,6 +134,7 @@ def test_all_queries_share_less_than_the_last_ones() -> None:
             return everywhere, last
 
     rankings = AttentionScorer(pool_rows=5, last_part=0.5)(Tail())
+    assert rankings[1].log_attention[0, 36:44].tolist() == [-9, -9, -1, -1, -1, -1, -1, -9]
     assert choose_rows(rankings, 10)[0].tolist() == [18, 19, 20, 21, 22, 38, 39, 40, 41, 42]
     rankings = AttentionScorer(pool_rows=5, last_part=0.5, fall=3.0)(Tail())
     assert choose_rows(rankings, 9)[0].tolist() == [18, 19, 20, 21, 22, 39, 40, 41, 50]
@@ -306,7 +307,7 @@ def test_share_auto_runs_the_rows_above_a_probability(
     maps, spy = random_maps(model), Spy()
     with ridgefill.attach(model, maps, tier="quality", scorer=spy, **SETTINGS):
         call(model, ids)
-    scores = torch.maximum(*(ranking.scores for ranking in spy.said[0]))  # [batch, bulk]
+    scores = spy.said[0][1].log_attention  # [batch, bulk], by all queries: the last ones are among them
     least = 0.999 * float(scores.flatten().quantile(quantile).exp())
     above = int((scores >= math.log(least)).sum(1).max())
     assert 0 < above < ROWS - TAIL - HEAD

@@ -112,6 +112,8 @@ def gate(
     for result in found.document["results"]:
         reasons = "".join(f"\n    {reason}" for reason in result["reasons"])
         click.echo(f"split {result['split']}, tier {result['tier']}: {result['verdict']}{reasons}")
+    for refused in found.document["refused"]:
+        click.echo(f"split {refused['split']}, tier {refused['tier']}: not judged: {refused['reason']}")
     click.echo(f"{output / 'index.html'}: the report", err=True)
     if record:
         replace(held, gate=map_file_entry(found.document)).save(maps)

@@ -60,8 +60,8 @@ def says_what_to_install(extra: str) -> Iterator[None]:
     """
     try:
         yield
-    except ImportError as error:
-        if error.name is None:  # a package that is there and broken: its own words say more
+    except ModuleNotFoundError as error:  # one that is there and broken says more by its own words
+        if error.name is None:
             raise
         package = error.name.partition(".")[0]
         message = f"the package {package!r} is not installed: run pip install 'ridgefill[{extra}]'"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ridgefill.caches import whole_cache
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.filled import FilledTail, whole_cache
+from ridgefill.evaluate.filled import FilledTail
 from ridgefill.evaluate.needle import Item
 from ridgefill.evaluate.paired import PairedPrompt, Variants
 from ridgefill.evaluate.stats import McNemar, exact_mcnemar

@@ -31,17 +31,8 @@ from ridgefill.synth import resident_maps
 if TYPE_CHECKING:
     from torch import nn
 
-    from ridgefill.layout import DecoderLayout
     from ridgefill.maps import RidgeMaps
     from ridgefill.scorers import RowScorer
-
-
-def whole_cache(layout: DecoderLayout) -> Any:
-    """Return a new cache in which every layer keeps every row, also where attention slides, and its state, if any."""
-    from transformers import DynamicCache
-
-    # States come with a config only, and with a config sliding layers slide; no model that can be filled has both.
-    return DynamicCache(config=layout.config) if layout.recurrent else DynamicCache()
 
 
 @dataclass(frozen=True)

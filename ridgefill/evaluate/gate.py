@@ -221,7 +221,7 @@ def run_gate(
         if spent() > _SPLICE_UNTIL:
             break
         progress("splice", number, len(tiers))
-        splices[split] = _splice(variants, documents, split, settings, longest)
+        splices[split] = _splice(variants, documents, split, settings, longest, selectable=split not in unselectable)
     progress("cost", 0, None)
     rule = {"tail": settings.tail, "head": settings.head, "min_bulk": settings.min_bulk}
     cost = measure_costs(model, maps, documents[0].ids, tried, share=settings.share, **rule)
@@ -297,7 +297,13 @@ def _scored_variants(tiers: Sequence[str], baselines: Sequence[str]) -> list[str
 
 
 def _splice(
-    variants: Variants, documents: Sequence[Window], split: int, settings: GateSettings, longest: int
+    variants: Variants,
+    documents: Sequence[Window],
+    split: int,
+    settings: GateSettings,
+    longest: int,
+    *,
+    selectable: bool,
 ) -> dict[str, Any]:
     """One split's splices, on short tails: what they cost is the tail's passes."""
     tail = min(settings.tail, _SPLICE_TAIL)
@@ -307,7 +313,7 @@ def _splice(
     if study is None:
         return {"component": None, "recommendations": [], "recovered": {}}
     return {
-        **attribution(study),
+        **attribution(study, selectable=selectable),
         "kl": study.kl,
         "prompts": study.prompts,
         "tokens": rows,

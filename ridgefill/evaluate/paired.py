@@ -14,7 +14,7 @@ from ridgefill import caches
 from ridgefill.attachment import attach
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.controls import direct_ridge, identity_maps, late_layers_without_bulk, swapped_maps
-from ridgefill.evaluate.filled import FilledTail, filled_tail, whole_cache
+from ridgefill.evaluate.filled import FilledTail, filled_tail
 from ridgefill.evaluate.known import KnownLayers
 from ridgefill.evaluate.quality import Score, prefill_logits, score_tail
 from ridgefill.layout import decoder_layout
@@ -103,13 +103,13 @@ class PairedPrompt:
         self._variants, self.ids, self.tail, self.head = variants, ids, tail, head
         self._logits_to_keep = logits_to_keep or tail
         self.layout = layout = variants.layout
-        self._cache = whole_cache(layout)
+        self._cache = caches.whole_cache(layout)
         self._states: dict[int, Any] = {int(ids.shape[1]): self._cache}  # a cache with those behind so many rows
         self._streams: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         self._rotary_outputs: list[Any] = []
         self._known = KnownLayers(layout, max(splits, default=0), tail)
         if layout.recurrent and head:
-            self._states[head] = whole_cache(layout)
+            self._states[head] = caches.whole_cache(layout)
             prefill_logits(variants.model, ids[:, :head], 1, self._states[head])
         with ExitStack() as undo:
             for split in splits:
@@ -119,7 +119,7 @@ class PairedPrompt:
                 undo.callback(module.register_forward_hook(self._note_tables).remove)
             if layout.recurrent:
                 prefill_logits(variants.model, ids[:, : self.fill_end], 1, self._cache)
-                self._states[self.fill_end] = whole_cache(layout)
+                self._states[self.fill_end] = caches.whole_cache(layout)
                 for layer_idx in filter(layout.keeps_state, range(layout.num_layers)):
                     caches.copy_state(self._states[self.fill_end], layer_idx, self._cache)
                 ids = ids[:, self.fill_end :]
@@ -166,7 +166,7 @@ class PairedPrompt:
 
         From layer ``hidden_from`` on, states are those behind the head's rows alone.
         """
-        cache = whole_cache(self.layout)
+        cache = caches.whole_cache(self.layout)
         for layer_idx in range(layers):
             if self.layout.keeps_keys(layer_idx):
                 keys, values = self.exact_rows(layer_idx)

@@ -66,7 +66,6 @@ class SpliceStudy:
     upwards: list[Recovered]
     downwards: list[Recovered]
     heads: list[Recovered]
-    selectable: bool = True  # whether this model's rows can run exactly among filled ones
 
     def share(self, component: str) -> float:
         """What a component of all late layers recovers: nothing, where none of them keeps it."""
@@ -129,9 +128,7 @@ def study_splices(
         kv_heads = pairs[0].exact_rows(of_layer.splice.layers[0])[0].shape[1]
         heads += [recover("keys", of_layer.splice.layers, kv_head) for kv_head in range(kv_heads)]
     progress(total, total)
-    return SpliceStudy(
-        split, len(pairs), filled, whole, layers, upwards, downwards, heads, selectable=not layout.recurrent
-    )
+    return SpliceStudy(split, len(pairs), filled, whole, layers, upwards, downwards, heads)
 
 
 def _kept(layout: DecoderLayout, layers: Sequence[int]) -> tuple[str, ...]:
@@ -179,8 +176,11 @@ def mixed(filled: torch.Tensor, exact: torch.Tensor, component: str) -> torch.Te
     return scaled.to(filled.dtype)
 
 
-def attribution(study: SpliceStudy) -> dict[str, Any]:
-    """Return in words and numbers which component does the damage, in which layers, and how much of it is scale."""
+def attribution(study: SpliceStudy, *, selectable: bool = True) -> dict[str, Any]:
+    """Return in words and numbers which component does the damage, in which layers, and how much of it is scale.
+
+    ``selectable``: whether this model's rows can run exactly among filled ones, which is then recommended.
+    """
     recovered = {r.splice.component: r.share for r in study.whole}
     component = max((part for part in PARTS if part in recovered), key=recovered.__getitem__)
     alone = {r.splice.layers[0]: r.share for r in study.layers if r.splice.component == component}
@@ -191,11 +191,11 @@ def attribution(study: SpliceStudy) -> dict[str, Any]:
         "worst_layers": {layer: alone[layer] for layer in worst},
         "scale": max(study.share("key norms"), study.share("value norms")),
         "directions": study.share("key directions"),
-        "recommendations": list(_recommendations(study, component)),
+        "recommendations": list(_recommendations(study, component, selectable)),
     }
 
 
-def _recommendations(study: SpliceStudy, component: str) -> Iterator[str]:
+def _recommendations(study: SpliceStudy, component: str, selectable: bool) -> Iterator[str]:
     """What to try, the cheapest first."""
     scale = {name: study.share(f"{name} norms") for name in ("key", "value")}
     for name, share in scale.items():
@@ -217,5 +217,5 @@ def _recommendations(study: SpliceStudy, component: str) -> Iterator[str]:
             f"add a feature (previous:1): exact key directions recover {study.share('key directions'):.0%}, and keys "
             "that look at the row before are what the stream alone predicts worst"
         )
-    if study.selectable:
+    if selectable:
         yield "select rows (tier quality): rows that the tail looks at run exactly, whatever their maps lose"
