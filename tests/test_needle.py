@@ -20,6 +20,7 @@ from ridgefill.evaluate.answers import (
     Answer,
     Setting,
     StockAccuracy,
+    _is_whole,
     answer_item,
     ask_in_turns,
     cell,
@@ -220,6 +221,26 @@ def test_answers_decoded_together_are_those_decoded_alone(model: Any, monkeypatc
 
     assert sorted(together, key=key) == sorted(alone, key=key)
     assert len({answer.answer for answer in alone}) > 2  # they do differ, so that an exchange would show
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "whole"),
+    [
+        ("12811", "12811", False),  # more digits may follow
+        ("12811.", "12811", True),
+        (" 999 and", "12811", True),
+        ("silent river", "silent river", False),
+        ('silent river"', "silent river", True),
+        ("silent, ", "silent river", False),
+        ("caf\ufffd", "12811", False),
+        ("", "12811", False),
+    ],
+)
+def test_an_answer_is_whole_once_its_words_have_ended(answer: str, expected: str, whole: bool) -> None:
+    assert _is_whole(answer, expected) is whole
+    if whole:
+        for more in ("1", " x", "river", '".'):
+            assert is_right(answer + more, expected) == is_right(answer, expected)
 
 
 def test_lengths_where_stock_itself_fails_are_not_used(model: Any) -> None:

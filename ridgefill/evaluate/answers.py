@@ -151,9 +151,10 @@ def _label(rows: tuple[int, int], filled: FilledTail, variant: str) -> str:
 
 @torch.no_grad()
 def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail], expected: str) -> list[str]:
-    """Return each one's most likely continuation, as long as ``expected`` and a few tokens more, or to the model's end.
+    """Return each one's most likely continuation, until as many words are whole as ``expected`` has.
 
-    The tails are of one prompt, and are decoded together, on a cache that joins theirs; of one alone, the cache grows.
+    Or until it is as long and a few tokens more, or to the model's end: what `is_right` says cannot change then. The
+    tails are of one prompt, and are decoded together, on a cache that joins theirs; of one alone, the cache grows.
     """
     if not tails:
         return []
@@ -169,7 +170,7 @@ def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail]
         for number in sorted(open_answers):
             if (token := int(tokens[number])) not in ends:
                 found[number].append(token)
-            if token in ends or len(found[number]) == most:
+            if token in ends or len(found[number]) == most or _is_whole(tokenizer.decode(found[number]), expected):
                 open_answers.remove(number)
         if not open_answers:
             return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
@@ -206,6 +207,13 @@ def _end_ids(model: Any, tokenizer: Any) -> set[int]:
     for end in (getattr(model.generation_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
         found.update(() if end is None else end if isinstance(end, list) else [end])
     return found
+
+
+def _is_whole(answer: str, expected: str) -> bool:
+    """Whether the answer has as many words as are expected, each of them ended."""
+    words = len(re.findall(r"\w+", expected))
+    # A replacement character is the beginning of a letter whose other bytes are still to come.
+    return not answer.endswith("\ufffd") and bool(re.match(rf"\W*(?:\w+\W+){{{words}}}", answer))
 
 
 def is_right(answer: str, expected: str) -> bool:
