@@ -23,7 +23,7 @@ _HISTORY_CALLS = 256
 
 @dataclass
 class Record:
-    """What one prefill did, in the words of `Attachment.status`; left out is what a call that ran stock did not do."""
+    """What one prefill did, by the names of `Attachment.status`; the defaults are those of a call that ran stock."""
 
     reason: str
     ran: str = "exact"
