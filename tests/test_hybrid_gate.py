@@ -126,7 +126,9 @@ def test_known_layers_leave_what_running_them_leaves(
     family: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = hybrid(family), prompt(TOKENS)
-    pair = PairedPrompt(Variants(model, random_maps(model)), ids, tail=TAIL, head=HEAD, splits=(SPLIT,))
+    variants = Variants(model, random_maps(model))
+    variants.settings(SPLIT)  # made at first use, by running a few rows
+    pair = PairedPrompt(variants, ids, tail=TAIL, head=HEAD, splits=(SPLIT,))
     runs: list[int] = []
     handle = next(pair.layout.layers[0].children()).register_forward_hook(lambda *_: runs.append(1))
 
@@ -236,13 +238,12 @@ def test_a_state_that_was_damaged_recovers_by_itself_and_keys_do_not_help_it(
 
 
 def test_a_layer_with_both_recovers_by_both() -> None:
-    model, ids = hybrid("falcon_h1"), prompt(TOKENS)
+    model, ids = hybrid("falcon_h1", ssm_out_multiplier=8.0, attention_out_multiplier=0.25), prompt(TOKENS)
     study = study_splices(knowing(model, ids, {LAST: 1.0}), [ids], SPLIT, tail=TAIL, head=HEAD)
     assert study is not None
     assert study.share(EVERYTHING) > 0.99
-    assert study.share(STATE) < 0.99
-    assert study.share("both") < 0.99
-    assert len({study.share(name) for name in (STATE, "both", EVERYTHING)}) == 3
+    assert 0.05 < study.share(STATE) < 0.95
+    assert 0.05 < study.share("both") < 0.95
 
 
 def test_late_layers_that_keep_no_keys_have_a_state_to_put_back_and_nothing_else() -> None:
