@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,19 +30,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+import common
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ridgefill.agreement import feature_rows, target_rows
 from ridgefill.capture import BlockInputs, text_windows
-from ridgefill.cli.loading import load_model
-from ridgefill.demo import calibration_texts, model_folder
+from ridgefill.demo import calibration_texts
+from ridgefill.evaluate.answers import Answer, Setting, answer_item
 from ridgefill.evaluate.distance import GroupScore, differences, score_document, summarise
-from ridgefill.evaluate.needle import Answer, Filler, Setting, answer_item, build_items
-from ridgefill.evaluate.quality import Variants, held_out_windows, unseen_texts
+from ridgefill.evaluate.needle import Filler, build_items
+from ridgefill.evaluate.paired import Variants
 from ridgefill.evaluate.report import machine, machine_line
 from ridgefill.evaluate.stats import exact_mcnemar, mean_interval
+from ridgefill.evaluate.windows import held_out_windows, unseen_texts
 from ridgefill.features import Features
 from ridgefill.layout import DecoderLayout
 from ridgefill.maps import RidgeMaps
@@ -390,8 +391,8 @@ def print_table(found: list[dict[str, Any]]) -> None:
 
 @click.command(help=__doc__)
 @click.argument("maps_path", metavar="MAPS", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", "folder", type=click.Path(exists=True, path_type=Path), help="[default: SmolLM2-135M]")
-@click.option("--splits", "given", default="15,20", show_default=True)
+@common.model
+@click.option("--splits", default="15,20", show_default=True, callback=common.numbers(int))
 @click.option("--weights", "weightings", default="plain,attention,rarity", show_default=True)
 @click.option("--fit-tokens", default=40_960, show_default=True, help="Calibration tokens.")
 @click.option(
@@ -401,13 +402,13 @@ def print_table(found: list[dict[str, Any]]) -> None:
 @click.option("--per-kind", default=3, type=click.IntRange(min=1), show_default=True, help="Prompts of each kind.")
 @click.option("--needles", default=24, type=click.IntRange(min=0), show_default=True, help="Prompts with a needle.")
 @click.option("--needle-tail", default=128, show_default=True)
-@click.option("--threads", type=int)
+@common.threads
 @click.option("--sums", "sums_path", type=click.Path(path_type=Path), help="Keep the sums in this file, or take them.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write everything to this file.")
+@common.json_path
 def main(
     maps_path: Path,
-    folder: Path | None,
-    given: str,
+    folder: Path,
+    splits: tuple[int, ...],
     weightings: str,
     fit_tokens: int,
     tokens: int,
@@ -420,21 +421,14 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Sum, solve, score (see the module's docstring)."""
-    if threads is not None:
-        torch.set_num_threads(threads)
     names = weightings.split(",")
-    try:
-        splits = [int(split) for split in given.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{given!r} is not like 15,20", param_hint="--splits") from None
     if unknown := [name for name in names if name.partition("^")[0] not in (PLAIN, "attention", "rarity")]:
         raise click.BadParameter(f"{unknown}: known are plain, attention, rarity", param_hint="--weights")
     if PLAIN not in names:
         raise click.BadParameter(
             f"{weightings!r} lacks {PLAIN}, with which the others are compared", param_hint="--weights"
         )
-    folder = folder or model_folder("smollm2-135m")
-    model, tokenizer = load_model(str(folder), dtype="float32", device="cpu")
+    model, tokenizer = common.load(folder, threads=threads)
     fits = Fits(model, RidgeMaps.load(maps_path))
     texts, head = unseen_texts(fits.maps), int(fits.maps.fit["head"])
     of = {"maps": fits.maps.fingerprint, "fit": fits.maps.fit, "weights": names, "tokens": fit_tokens}
@@ -475,10 +469,8 @@ def main(
         f"{len(items)} needles, {rows:,} calibration rows"
     )
     click.echo(machine_line())
-    if json_path is not None:
-        settings_used = {"tokens": tokens, "tail": tail, "needle_tail": needle_tail, "head": head, "rows": rows}
-        document = {"settings": settings_used, "machine": machine(), "table": table}
-        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    settings_used = {"tokens": tokens, "tail": tail, "needle_tail": needle_tail, "head": head, "rows": rows}
+    common.write_json(json_path, {"settings": settings_used, "machine": machine(), "table": table})
 
 
 if __name__ == "__main__":

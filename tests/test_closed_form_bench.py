@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from ridgefill.agreement import feature_rows
 from ridgefill.attachment import attach
 from ridgefill.capture import BlockInputs
-from ridgefill.evaluate.quality import Window, filled_tail, prefill_logits, token_scores
+from ridgefill.evaluate.filled import filled_tail
+from ridgefill.evaluate.quality import prefill_logits, token_scores
+from ridgefill.evaluate.windows import Window
 from ridgefill.features import STREAM, Features
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps
