@@ -344,7 +344,7 @@ class Selection:
             columns = [slice(group.start - start, group.end - start) for group in self.groups]
         chosen, counts = [], []
         for group, part in zip(self.groups, columns, strict=True):
-            ranked = [replace(r, scores=r.scores[:, part]) for r in rankings]
+            ranked = [r.within(part) for r in rankings]
             within = ranked if self.counts else group.candidates(ranked)
             named = int((within[0].scores > -torch.inf).sum(1).max()) if self.spans else 0
             budget = gate.budget(ranked[1:] if self.spans else ranked, group) if gate.share else 0

@@ -42,8 +42,15 @@ class Ranking:
 
     def among(self, rows: torch.Tensor) -> Ranking:
         """The same of some rows only, by their positions in the bulk ``[batch, count]``."""
-        log_attention = None if self.log_attention is None else self.log_attention.gather(1, rows)
-        return replace(self, scores=self.scores.gather(1, rows), log_attention=log_attention)
+        return self._each(lambda values: values.gather(1, rows))
+
+    def within(self, rows: slice) -> Ranking:
+        """The same of a run of rows."""
+        return self._each(lambda values: values[:, rows])
+
+    def _each(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> Ranking:
+        log_attention = None if self.log_attention is None else cut(self.log_attention)
+        return replace(self, scores=cut(self.scores), log_attention=log_attention)
 
 
 RowScorer = Callable[["TailView"], Sequence[Ranking]]
