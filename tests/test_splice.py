@@ -55,6 +55,8 @@ def test_wrong_keys_are_attributed_to_keys_in_the_layer_that_reads_them() -> Non
     assert told["component"] == "keys"
     assert next(iter(told["worst_layers"])) == RECALL
     assert any("add a feature" in line for line in told["recommendations"])
+    has_it = attribution(found, features=("stream", "previous:1"))["recommendations"]
+    assert [line for line in told["recommendations"] if "add a feature" not in line] == has_it
     assert not any("gains" in line for line in told["recommendations"])
 
 

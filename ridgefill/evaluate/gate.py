@@ -313,7 +313,7 @@ def _splice(
     if study is None:
         return {"component": None, "recommendations": [], "recovered": {}}
     return {
-        **attribution(study, selectable=selectable),
+        **attribution(study, selectable=selectable, features=variants.maps.at(split).features),
         "kl": study.kl,
         "prompts": study.prompts,
         "tokens": rows,

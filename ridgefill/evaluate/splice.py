@@ -176,10 +176,13 @@ def mixed(filled: torch.Tensor, exact: torch.Tensor, component: str) -> torch.Te
     return scaled.to(filled.dtype)
 
 
-def attribution(study: SpliceStudy, *, selectable: bool = True) -> dict[str, Any]:
+def attribution(
+    study: SpliceStudy, *, selectable: bool = True, features: Sequence[str] = ("stream",)
+) -> dict[str, Any]:
     """Return in words and numbers which component does the damage, in which layers, and how much of it is scale.
 
     ``selectable``: whether this model's rows can run exactly among filled ones, which is then recommended.
+    ``features``: what the maps read already.
     """
     recovered = {r.splice.component: r.share for r in study.whole}
     component = max((part for part in PARTS if part in recovered), key=recovered.__getitem__)
@@ -191,11 +194,11 @@ def attribution(study: SpliceStudy, *, selectable: bool = True) -> dict[str, Any
         "worst_layers": {layer: alone[layer] for layer in worst},
         "scale": max(study.share("key norms"), study.share("value norms")),
         "directions": study.share("key directions"),
-        "recommendations": list(_recommendations(study, component, selectable)),
+        "recommendations": list(_recommendations(study, component, selectable, features)),
     }
 
 
-def _recommendations(study: SpliceStudy, component: str, selectable: bool) -> Iterator[str]:
+def _recommendations(study: SpliceStudy, component: str, selectable: bool, features: Sequence[str]) -> Iterator[str]:
     """What to try, the cheapest first."""
     scale = {name: study.share(f"{name} norms") for name in ("key", "value")}
     for name, share in scale.items():
@@ -212,7 +215,8 @@ def _recommendations(study: SpliceStudy, component: str, selectable: bool) -> It
                 last = recovered.splice.layers[-1]
                 yield f"raise the split to {last}: layers up to it hold {recovered.share:.0%} of the damage"
             break
-    if component == "keys" and study.share("key directions") > max(_SCALE_SHARE, scale["key"]):
+    directions = study.share("key directions") > max(_SCALE_SHARE, scale["key"])
+    if component == "keys" and directions and "previous:1" not in features:
         yield (
             f"add a feature (previous:1): exact key directions recover {study.share('key directions'):.0%}, and keys "
             "that look at the row before are what the stream alone predicts worst"
