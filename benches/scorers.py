@@ -87,7 +87,6 @@ def score_needle(
 ) -> Iterator[dict[str, Any]]:
     """Whether stock, the fill alone and each scorer's selection find the needle, and its rows that ran exactly."""
     prompt = PairedPrompt(variants, item.ids, tail=NEEDLE_TAIL, head=item.head, splits=splits, logits_to_keep=1)
-    first, last = item.rows
     of_split: list[tuple[str, str, RowScorer | None]] = [("none", "fill", None)]
     of_split += [(name, "quality", scorer) for name, scorer in wanted.items()]
     for split, columns in ((0, [("stock", "stock", None)]), *((split, of_split) for split in splits)):
@@ -97,7 +96,7 @@ def score_needle(
                 tails.append(filled)
         answers = greedy_answers(variants.model, tokenizer, tails, item.expected)
         for (name, _, _), filled, answer in zip(columns, tails, answers, strict=True):
-            selected = float(((filled.selected >= first) & (filled.selected < last)).sum()) / (last - first)
+            selected = filled.selected_share(item.rows)
             right = is_right(answer, item.expected)
             yield {"split": split, "scorer": name, "right": right, "selected": selected, "answer": answer}
 

@@ -60,9 +60,9 @@ def choose(
     For each split, in this order: a candidate with more features replaces the one before it, the smallest rank is taken
     that is good enough, key gains are applied, value gains are applied, recurrent states are corrected; each step only
     if the 95% interval of the change in KL to stock, paired by held-out prompt, lies below 0, and a rank if it lies
-    below ``MOST_RANK_KL``. (Half of the prompts are scored with corrections from the other
-    half, and the file gets those from all.) Then the smallest rank of ``SCALE_RANKS`` is taken whose fused form moves
-    the loss by less than ``MOST_FUSED_DNLL``, and whether tier quality reads predicted queries, where one is certainly
+    below ``MOST_RANK_KL``. (Half of the prompts are scored with corrections from the other half, and the file gets
+    those from all.) Then the smallest rank of ``SCALE_RANKS`` is taken whose fused form moves the loss by less than
+    ``MOST_FUSED_DNLL``. Whether tier quality reads predicted queries too is decided where one of both is certainly
     better. The figures go into the split's ``choice``. With too few held-out
     prompts, nothing is chosen: the first candidate, no gains where they are ``auto``, no corrections,
     ``DEFAULT_RANK``; the file and a warning say so.

@@ -16,7 +16,7 @@ from test_distance import documents
 from test_gate import _check_figures, _Page
 from test_recurrent import RECURRENT, assert_close
 from test_states import corrected, random_corrections
-from tiny import NUM_LAYERS, SPLIT, prompt, random_maps, tiny_model
+from tiny import NUM_LAYERS, SPLIT, prompt, random_maps, remember, tiny_model
 from torch import nn
 
 from ridgefill.capture import BlockInputs
@@ -44,15 +44,7 @@ REFUSAL = "selected rows cannot run through recurrent layers"
 
 
 def hybrid(family: str, **overrides: Any) -> nn.Module:
-    """A random model whose states forget over some 80 rows, as those of trained models do."""
-    model = tiny_model(family, **overrides)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.fill_(-4.0)
-            if name.endswith("dt_bias"):
-                parameter.zero_()
-    return model
+    return remember(tiny_model(family, **overrides))
 
 
 def decoded(model: nn.Module, filled: FilledTail) -> torch.Tensor:

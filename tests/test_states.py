@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_recurrent import HEAD, SETTINGS, assert_close, scanned, states
-from tiny import SPLIT, TAIL, call, prompt, random_maps, tiny_model
+from tiny import SPLIT, TAIL, call, prompt, random_maps, remember, tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
 from torch import nn
 from transformers import DynamicCache
@@ -188,15 +188,9 @@ def test_the_fit_takes_the_mean_over_chunk_ends(family: str) -> None:
 
 
 def remembering() -> nn.Module:
-    """A hybrid whose states forget over some 80 rows, as those of trained models do: random ones forget at once."""
-    model = tiny_model("qwen3_5")
+    model = remember(tiny_model("qwen3_5"))
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0, 1, generator=torch.Generator().manual_seed(0))
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.fill_(-4.0)
-            if name.endswith("dt_bias"):
-                parameter.zero_()
     return model
 
 

@@ -364,6 +364,17 @@ CORE_FAMILIES = (
 DIRECT_FAMILIES = {name for name in CORE_FAMILIES if FAMILIES[name].writers == "direct"}
 
 
+def remember(model: nn.Module) -> nn.Module:
+    """Make recurrent states forget over some 80 rows, as those of trained models do: random ones forget at once."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-4.0)
+            if name.endswith("dt_bias"):
+                parameter.zero_()
+    return model
+
+
 def tiny_model(family: str, *, seed: int = 0, attention: str | None = None, **overrides: Any) -> nn.Module:
     """A random float32 model in eval mode; the same seed gives the same weights."""
     row = FAMILIES[family]

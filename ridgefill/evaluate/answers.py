@@ -118,7 +118,6 @@ def answer_item(
 def _answers(
     model: nn.Module, tokenizer: Any, item: Item, tails: Sequence[tuple[Setting, FilledTail]]
 ) -> Iterator[Answer]:
-    first, last = item.rows
     texts = greedy_answers(model, tokenizer, [filled for _, filled in tails], item.expected)
     for (setting, filled), text in zip(tails, texts, strict=True):
         yield Answer(
@@ -133,7 +132,7 @@ def _answers(
             setting.share,
             _label(item.rows, filled, setting.variant),
             filled.rows_filled,
-            float(((filled.selected >= first) & (filled.selected < last)).sum()) / (last - first),
+            filled.selected_share(item.rows),
             item.question,
             item.expected,
             text,

@@ -53,6 +53,11 @@ class FilledTail:
     selected: torch.Tensor
     rows_filled: int
 
+    def selected_share(self, rows: tuple[int, int]) -> float:
+        """What part of the rows ``[from, to)`` is selected."""
+        first, last = rows
+        return float(((self.selected >= first) & (self.selected < last)).sum()) / (last - first)
+
 
 @contextmanager
 def filled_tail(
