@@ -1,14 +1,15 @@
 """Whether the guard is silent at home and speaks elsewhere: in how many windows of each case it does.
 
-    python benches/guard.py [MAPS] [--splits 20] [--per-kind 112] [--json guard.json]
+    python benches/guard.py [MAPS] [--splits 20] [--per-kind 112] [--journal guard.jsonl] [--json guard.json]
 
 Without MAPS it fits SmolLM2-135M on 30,000 calibration tokens first. A window is one prompt of 84 tokens, all that
 the guard looks at: 4 head rows, the 32 that it compares before the fill, 16 that are filled, and a tail of 32 that it
 compares behind it. At home is standard library text that the fit never saw, of the three kinds that it was fitted on,
 at most four windows' length of each text. Elsewhere are random tokens, other languages, weights that were changed
 after the fit (a random update of rank 8 in every layer's query and value projections, of so many times their own
-norm), rotary frequencies changed after attach, and prompts that begin at home and go on elsewhere. Exits with 1 when
-a bar is missed.
+norm), rotary frequencies changed after attach, and prompts that begin at home and go on elsewhere. Finished cases are
+kept in the journal, where one is named: the same command goes on where it was interrupted. Exits with 1 when a bar is
+missed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +36,7 @@ from transformers import DynamicCache
 import ridgefill
 from ridgefill.demo import KINDS, calibration_texts, model_folder
 from ridgefill.errors import RidgeFillError
+from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.report import machine, machine_line
 from ridgefill.evaluate.windows import held_out_windows, unseen_texts
 from ridgefill.guard import PROBE_ROWS
@@ -252,11 +255,19 @@ def print_table(console: Console, outcomes: Sequence[Outcome]) -> None:
 @click.option("--splits", default="20", show_default=True, callback=common.numbers(int))
 @click.option("--per-kind", default=112, type=click.IntRange(min=12), show_default=True)
 @common.threads
+@click.option("--journal", "journal_path", type=click.Path(path_type=Path), help="Keep finished cases here; with MAPS.")
 @common.json_path
 def main(
-    maps: Path | None, splits: tuple[int, ...], per_kind: int, threads: int | None, json_path: Path | None
+    maps: Path | None,
+    splits: tuple[int, ...],
+    per_kind: int,
+    threads: int | None,
+    journal_path: Path | None,
+    json_path: Path | None,
 ) -> None:
     """Run every case at every split (see the module's docstring)."""
+    if journal_path is not None and maps is None:
+        raise click.UsageError("--journal goes on with the same maps: name their file")
     folder, started = model_folder("smollm2-135m"), time.perf_counter()
     model, tokenizer = common.load(folder, threads=threads)
     if maps is None:
@@ -265,13 +276,23 @@ def main(
     else:
         loaded = RidgeMaps.load(maps)
     unseen_texts(loaded)
+    journal = None
+    if maps is not None and journal_path is not None:
+        configuration = {"maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(), "per_kind": per_kind}
+        journal = Journal(journal_path, configuration)
     console, progress = Console(width=140), Console(stderr=True)
     outcomes, words = [], []
     for split in splits:
-        of_split = [
-            outcome(case, loaded, split, lambda windows, name=case.name: track(windows, name, console=progress))
-            for case in cases(model, tokenizer, per_kind)
-        ]
+        of_split = []
+        for case in cases(model, tokenizer, per_kind):
+            item = f"split {split}: {case.name}"
+            if journal is not None and item in journal.done:
+                of_split.append(Outcome(**journal.done[item]))
+                continue
+            found = outcome(case, loaded, split, lambda windows, item=item: track(windows, item, console=progress))
+            of_split.append(found)
+            if journal is not None:
+                journal.add(item, asdict(found))
         words += missed(of_split)
         outcomes += of_split
     print_table(console, outcomes)

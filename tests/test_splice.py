@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from test_distance import documents
 from tiny import prompt, random_maps, tiny_model
 
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.paired import PairedPrompt, Variants
+from ridgefill.evaluate.paired import KeptFill, PairedPrompt, Variants
 from ridgefill.evaluate.splice import (
     COMPONENTS,
     Recovered,
@@ -117,6 +118,21 @@ def test_a_splice_touches_its_rows_layers_and_heads_alone() -> None:
 
     with pair.variant(3, "fill", edit=edit):
         assert before
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_edit_of_a_kept_fill_gives_what_the_whole_pass_gives(family: str) -> None:
+    model = tiny_model(family)
+    pair = PairedPrompt(Variants(model, random_maps(model)), prompt(96), tail=16, splits=(3,))
+    kept, edit = KeptFill(pair, 3), partial(put_back, pair, Splice("keys", (5,)))
+    with pair.variant(3, "fill") as filled:
+        torch.testing.assert_close(kept.logits, filled.logits)
+    with pair.variant(3, "fill", edit=edit) as filled:
+        for first_layer in (3, 4, 5):
+            torch.testing.assert_close(kept.edited(edit, first_layer), filled.logits)
+        # What lies below the first layer is not looked at again; and the fill itself is as it was.
+        assert not torch.allclose(kept.edited(edit, 6), filled.logits)
+    torch.testing.assert_close(kept.edited(lambda cache: None, 3), kept.logits)
 
 
 def test_an_exact_fill_has_nothing_to_recover_and_no_prompt_is_an_error() -> None:

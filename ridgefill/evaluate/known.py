@@ -46,27 +46,29 @@ class KnownLayers:
         return output[:, -self._rows :].clone()  # a view would keep all rows of every layer
 
     @contextmanager
-    def hand_back(self, split: int, stock: Cache) -> Iterator[None]:
-        """Layers below ``split`` give what is known in one pass over the tail inside the block.
+    def hand_back(self, count: int, noted: Cache, note: KnownLayers | None = None) -> Iterator[None]:
+        """The first ``count`` layers give what is known in one pass over the tail inside the block.
 
-        ``stock`` is the cache that the noted pass left, with every row: the tail's keys and values, and the states
-        behind it, are taken from there.
+        ``noted`` is the cache that the noted pass left, with every row: the tail's keys and values, and the states
+        behind it, are taken from there. ``note`` notes what this pass gives in turn.
         """
         with ExitStack() as undo:
-            for layer_idx in range(split):
+            if note is not None:
+                undo.enter_context(note.note())
+            for layer_idx in range(count):
                 layer = self._layout.layers[layer_idx]
                 own = vars(layer).get("forward")  # an instance's own, where a library has put one
                 undo.callback(functools.partial(_set_forward, layer, own))
-                _set_forward(layer, functools.partial(self._give, layer_idx, stock))
+                _set_forward(layer, functools.partial(self._give, layer_idx, noted))
             yield
 
-    def _give(self, layer_idx: int, stock: Cache, *_: Any, **layer_kwargs: Any) -> Any:
+    def _give(self, layer_idx: int, noted: Cache, *_: Any, **layer_kwargs: Any) -> Any:
         cache = layer_kwargs[self._layout.cache_argument]
         if self._layout.keeps_keys(layer_idx):
-            kept: Any = stock.layers[layer_idx]
+            kept: Any = noted.layers[layer_idx]
             cache.update(*(rows[..., -self._rows :, :] for rows in (kept.keys, kept.values)), layer_idx)
         if self._layout.keeps_state(layer_idx):
-            caches.copy_state(cache, layer_idx, stock)
+            caches.copy_state(cache, layer_idx, noted)
         return self._outputs[layer_idx]
 
 

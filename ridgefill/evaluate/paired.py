@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -176,6 +177,11 @@ class PairedPrompt:
                 caches.copy_state(cache, layer_idx, self._states[seen])
         return cache
 
+    @torch.no_grad()
+    def tail_logits(self, cache: Any) -> torch.Tensor:
+        """Run the tail over a cache of the rows before it; logits of the rows that are kept, ``[rows, vocab]``."""
+        return prefill_logits(self._variants.model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
+
     @contextmanager
     def variant(
         self,
@@ -185,10 +191,12 @@ class PairedPrompt:
         share: float = DEFAULT_SHARE,
         scorer: RowScorer | None = None,
         edit: Callable[[Any], None] | None = None,
+        note: KnownLayers | None = None,
     ) -> Iterator[FilledTail]:
         """The tail under one of `VARIANTS`, or ``stock``; decode steps from it belong inside.
 
-        ``share`` and ``scorer`` belong to `SELECTING_VARIANTS`, ``edit`` (of the filled cache) to those that fill.
+        ``share`` and ``scorer`` belong to `SELECTING_VARIANTS`; ``edit`` (of the filled cache) and ``note`` (of what
+        the layers give the tail) to those that fill.
         """
         layers, rows = self.layout.num_layers, int(self.ids.shape[1])
         span, nothing = (self.head, self.fill_end), torch.empty(0, dtype=torch.int64, device=self.ids.device)
@@ -199,7 +207,7 @@ class PairedPrompt:
             cache, model = self._first_rows(self.fill_end, layers, hidden_from=split), self._variants.model
             with late_layers_without_bulk(model, split=split, head=self.head, tail=self.tail, rows=rows):
                 with self._known.hand_back(split, self._cache):
-                    logits = prefill_logits(model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
+                    logits = self.tail_logits(cache)
                 yield FilledTail(logits, cache, span, nothing, 0)
             return
         stream, layer_kwargs = self._streams[split]
@@ -221,7 +229,7 @@ class PairedPrompt:
                 scorer = RandomScorer()
             choice = self._variants.choice(split, share=share, scorer=scorer, drop=variant == "drop")
             settings = replace(settings, selects_rows=True)
-        keep, shortcut = self._logits_to_keep, self._known.hand_back(split, self._cache)
+        keep, shortcut = self._logits_to_keep, self._known.hand_back(split, self._cache, note)
         with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, edit, keep, shortcut) as filled:
             yield filled
 
@@ -229,6 +237,30 @@ class PairedPrompt:
         """A variant's tail against stock's."""
         with self.variant(split, variant) as filled:
             return score_tail(self.stock, filled.logits, self.ids, rows_filled=filled.rows_filled)
+
+
+class KeptFill:
+    """The plain fill of one prompt at one split, kept: its tail over edited copies costs what an edit can change.
+
+    Attributes:
+        logits: the fill's own, of the rows that the prompt keeps logits of, ``[rows, vocab]``.
+    """
+
+    def __init__(self, prompt: PairedPrompt, split: int) -> None:
+        layout = prompt.layout
+        self._prompt, self._known = prompt, KnownLayers(layout, layout.num_layers, prompt.tail)
+        with prompt.variant(split, "fill", edit=self._keep, note=self._known) as filled:
+            self.logits, self._cache = filled.logits, filled.cache
+
+    def _keep(self, cache: Any) -> None:
+        self._filled = copy.deepcopy(cache)
+
+    def edited(self, edit: Callable[[Any], None], first_layer: int) -> torch.Tensor:
+        """Return the logits over a copy that ``edit`` has changed, in layers from ``first_layer`` on alone."""
+        cache = copy.deepcopy(self._filled)
+        edit(cache)
+        with self._known.hand_back(first_layer, self._cache):
+            return self._prompt.tail_logits(cache)
 
 
 # --- the whole table -----------------------------------------------------------------------------------------------

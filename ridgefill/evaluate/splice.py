@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.paired import PairedPrompt, Variants
+from ridgefill.evaluate.paired import KeptFill, PairedPrompt, Variants
 from ridgefill.evaluate.quality import token_scores
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def study_splices(
     """Return what each splice recovers, over prompts ``[1, rows]``, or None where there is nothing to recover.
 
     Each prompt is prefilled once by the stock model, which leaves the exact rows and what the layers below the split
-    give; a splice costs one fill of the late layers and one tail. About seven splices a late layer, and one for each
-    key-value head of the three layers that keys alone recover most. What is put back from either end is all that the
-    layers keep: keys and values, and states.
+    give, and filled once; a splice costs the tail's pass from its first layer on (`KeptFill`). About seven splices a
+    late layer, and one for each key-value head of the three layers that keys alone recover most. What is put back from
+    either end is all that the layers keep: keys and values, and states.
 
     Nothing is lost where no layer is predicted, or where the fill is exact.
 
@@ -98,24 +98,25 @@ def study_splices(
         raise RidgeFillError(f"split {split}: 0 prompts to splice, expected at least one")
     layout, device = variants.layout, variants.layout.embeddings.device
     pairs = [PairedPrompt(variants, ids.to(device), tail=tail, head=head, splits=(split,)) for ids in prompts]
+    fills = [KeptFill(pair, split) for pair in pairs]
+    filled = _mean_kl(pairs, [fill.logits for fill in fills]) if late else 0.0
+    if filled < _LEAST_KL:
+        return None
     components = _kept(layout, late)
     alone = [(name, layer) for name in _BY_LAYER for layer in late if name in _kept(layout, [layer])]
     total = len(components) + len(alone) + 2 * len(late)
     done = 0
 
-    def run(splice: Splice | None) -> float:
+    def recover(component: str, layers: Sequence[int], kv_head: int | None = None) -> Recovered:
         nonlocal done
         progress(min(done, total), total)
         done += 1
-        return sum(_spliced_kl(pair, split, splice) for pair in pairs) / len(pairs)
-
-    filled = run(None) if late else 0.0
-    if filled < _LEAST_KL:
-        return None
-
-    def recover(component: str, layers: Sequence[int], kv_head: int | None = None) -> Recovered:
         splice = Splice(component, tuple(layers), kv_head)
-        kl = run(splice)
+        logits = [
+            fill.edited(partial(put_back, pair, splice), splice.layers[0])
+            for pair, fill in zip(pairs, fills, strict=True)
+        ]
+        kl = _mean_kl(pairs, logits)
         return Recovered(splice, kl, 1 - kl / filled)
 
     whole = [recover(component, late) for component in components]
@@ -138,11 +139,10 @@ def _kept(layout: DecoderLayout, layers: Sequence[int]) -> tuple[str, ...]:
     return (*keys, *states, *((EVERYTHING,) if keys and states else ()))
 
 
-def _spliced_kl(pair: PairedPrompt, split: int, splice: Splice | None) -> float:
-    """The KL to stock of one prompt's tail over its spliced cache."""
-    edit = None if splice is None else partial(put_back, pair, splice)
-    with pair.variant(split, "fill", edit=edit) as filled:
-        return float(token_scores(pair.stock, filled.logits, pair.ids).kl.mean())
+def _mean_kl(pairs: Sequence[PairedPrompt], logits: Sequence[torch.Tensor]) -> float:
+    """The KL to stock of each prompt's tail, its mean over the prompts."""
+    scores = (token_scores(pair.stock, other, pair.ids).kl for pair, other in zip(pairs, logits, strict=True))
+    return sum(float(kl.mean()) for kl in scores) / len(pairs)
 
 
 def put_back(pair: PairedPrompt, splice: Splice, cache: Any) -> None:
