@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -166,7 +167,7 @@ def test_answers_decoded_together_are_those_decoded_alone() -> None:
         with pair.variant(SPLIT, variant) as filled:
             tails.append(filled)
     expected = " ".join(KEYS)
-    together = greedy_answers(model, tokenizer, tails, expected)
+    together = greedy_answers(model, tokenizer, copy.deepcopy(tails), expected)  # caches grow
     alone = [greedy_answers(model, tokenizer, [filled], expected)[0] for filled in tails]
     assert together == alone
     assert len(set(alone)) > 1  # they do differ, so that an exchange would show

@@ -34,7 +34,7 @@ LEAST_STOCK_ACCURACY = 0.9
 _STOCK_SAMPLE = 10
 # Needles lost with this p-value are lost: looking after every prompt does not change that.
 _CERTAIN_P = 1e-3
-# Answers to one prompt are decoded together, on so many bytes of caches at most: a step reads the weights once for all.
+# Answers to one prompt are decoded together, on so many bytes of caches at most: a pass reads the weights once for all.
 _JOINED_CACHE_BYTES = 1 << 30
 # Variants whose decode steps see masks of their own.
 _MASKED = ("no bulk", "drop")
@@ -153,27 +153,65 @@ def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail]
     """Return each one's most likely continuation, until as many words are whole as ``expected`` has.
 
     Or until it is as long and a few tokens more, or to the model's end: what `is_right` says cannot change then. The
-    tails are of one prompt, and are decoded together, on a cache that joins theirs; of one alone, the cache grows.
+    tails are of one prompt. The first is decoded by itself, its cache grows; one pass then tells which of the others
+    say the same, to the last token, and those that do not are decoded together. Theirs are copied, joined.
     """
-    if not tails:
-        return []
     most = len(tokenizer(" " + expected, add_special_tokens=False)["input_ids"]) + _SPARE_TOKENS
     ends = _end_ids(model, tokenizer)
+
+    def is_end(ids: Sequence[int]) -> bool:
+        return ids[-1] in ends or len(ids) == most or _is_whole(tokenizer.decode(ids), expected)
+
+    found: list[list[int]] = []
+    if tails:
+        found = _continuations(model, tails[:1], is_end)
+        agree = _agree(model, tails[1:], found[0])
+        differing = [filled for filled, same in zip(tails[1:], agree, strict=True) if not same]
+        others = iter(_continuations(model, differing, is_end))
+        found += [found[0] if same else next(others) for same in agree]
+    texts = (tokenizer.decode([token for token in ids if token not in ends], skip_special_tokens=True) for ids in found)
+    return [str(text).strip() for text in texts]
+
+
+def _continuations(
+    model: nn.Module, tails: Sequence[FilledTail], is_end: Callable[[Sequence[int]], bool]
+) -> list[list[int]]:
+    """Each one's most likely tokens, decoded together, until ``is_end`` of them."""
+    if not tails:
+        return []
     cache = tails[0].cache if len(tails) == 1 else _joined(decoder_layout(model), [filled.cache for filled in tails])
-    arguments = {"use_cache": True, "logits_to_keep": 1, str(cache_argument_name(model.forward)): cache}
     logits = torch.stack([filled.logits[-1] for filled in tails])  # [answers, vocab]
     found: list[list[int]] = [[] for _ in tails]
     open_answers = set(range(len(tails)))
     while True:
         tokens = logits.argmax(-1)
         for number in sorted(open_answers):
-            if (token := int(tokens[number])) not in ends:
-                found[number].append(token)
-            if token in ends or len(found[number]) == most or _is_whole(tokenizer.decode(found[number]), expected):
+            found[number].append(int(tokens[number]))
+            if is_end(found[number]):
                 open_answers.remove(number)
         if not open_answers:
-            return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in found]
-        logits = model(tokens.unsqueeze(1), **arguments).logits[:, -1]
+            return found
+        logits = _next_logits(model, tokens.unsqueeze(1), cache)[:, -1]
+
+
+def _agree(model: nn.Module, tails: Sequence[FilledTail], tokens: Sequence[int]) -> list[bool]:
+    """Whether these tokens are each one's most likely ones, by one pass over all but the last."""
+    expected = torch.tensor(tokens, device=tails[0].logits.device) if tails else None
+    found = [int(filled.logits[-1].argmax()) == tokens[0] for filled in tails]
+    asked = [filled for filled, same in zip(tails, found, strict=True) if same]
+    if expected is None or not asked or len(tokens) == 1:
+        return found
+    cache = _joined(decoder_layout(model), [filled.cache for filled in asked])
+    logits = _next_logits(model, expected[:-1].expand(len(asked), -1), cache)  # [asked, tokens - 1, vocab]
+    agreed = iter((logits.argmax(-1) == expected[1:]).all(-1).tolist())
+    return [same and next(agreed) for same in found]
+
+
+def _next_logits(model: nn.Module, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """What follows each of the tokens ``[answers, tokens]``, which the cache grows by: ``[answers, tokens, vocab]``."""
+    arguments = {str(cache_argument_name(model.forward)): cache}
+    logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=ids.shape[1], **arguments).logits
+    return logits
 
 
 def _joined(layout: DecoderLayout, caches: Sequence[Any]) -> Any:
