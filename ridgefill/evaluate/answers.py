@@ -153,30 +153,38 @@ def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail]
     """Return each one's most likely continuation, until as many words are whole as ``expected`` has.
 
     Or until it is as long and a few tokens more, or to the model's end: what `is_right` says cannot change then. The
-    tails are of one prompt. The first is decoded by itself, its cache grows; one pass then tells which of the others
-    say the same, to the last token, and those that do not are decoded together. Theirs are copied, joined.
+    tails are of one prompt, and run together on a cache that joins theirs: one pass tells which of them answer as
+    expected, token for token, and those that do not are decoded. Of one alone that is decoded, the cache grows.
     """
+    wanted = tokenizer(expected, add_special_tokens=False)["input_ids"]
     most = len(tokenizer(" " + expected, add_special_tokens=False)["input_ids"]) + _SPARE_TOKENS
     ends = _end_ids(model, tokenizer)
 
     def is_end(ids: Sequence[int]) -> bool:
         return ids[-1] in ends or len(ids) == most or _is_whole(tokenizer.decode(ids), expected)
 
-    found: list[list[int]] = []
-    if tails:
-        found = _continuations(model, tails[:1], is_end)
-        agree = _agree(model, tails[1:], found[0])
-        differing = [filled for filled, same in zip(tails[1:], agree, strict=True) if not same]
-        others = iter(_continuations(model, differing, is_end))
-        found += [found[0] if same else next(others) for same in agree]
-    texts = (tokenizer.decode([token for token in ids if token not in ends], skip_special_tokens=True) for ids in found)
+    found = [ids if ids is not None and is_end(ids) else None for ids in _as_wanted(model, tails, wanted)]
+    others = iter(_decoded(model, [tail for tail, ids in zip(tails, found, strict=True) if ids is None], is_end))
+    whole = [next(others) if ids is None else ids for ids in found]
+    texts = (tokenizer.decode([token for token in ids if token not in ends], skip_special_tokens=True) for ids in whole)
     return [str(text).strip() for text in texts]
 
 
-def _continuations(
-    model: nn.Module, tails: Sequence[FilledTail], is_end: Callable[[Sequence[int]], bool]
-) -> list[list[int]]:
-    """Each one's most likely tokens, decoded together, until ``is_end`` of them."""
+def _as_wanted(model: nn.Module, tails: Sequence[FilledTail], wanted: Sequence[int]) -> list[list[int] | None]:
+    """For each one the tokens that are wanted and its next one, if these are its most likely ones; else None."""
+    begins = [int(filled.logits[-1].argmax()) == wanted[0] for filled in tails]
+    if not any(begins):
+        return [None for _ in tails]
+    asked = [filled for filled, as_wanted in zip(tails, begins, strict=True) if as_wanted]
+    cache = _joined(decoder_layout(model), [filled.cache for filled in asked])
+    ids = torch.tensor(wanted, device=asked[0].logits.device).expand(len(asked), -1)
+    followers = _next_logits(model, ids, cache).argmax(-1).tolist()  # what follows each of them
+    goes_on = (next_ids[:-1] == list(wanted[1:]) and [*wanted, next_ids[-1]] for next_ids in followers)
+    return [(next(goes_on) or None) if as_wanted else None for as_wanted in begins]
+
+
+def _decoded(model: nn.Module, tails: Sequence[FilledTail], is_end: Callable[[Sequence[int]], bool]) -> list[list[int]]:
+    """Each one's most likely tokens, step by step, until ``is_end`` of them."""
     if not tails:
         return []
     cache = tails[0].cache if len(tails) == 1 else _joined(decoder_layout(model), [filled.cache for filled in tails])
@@ -192,19 +200,6 @@ def _continuations(
         if not open_answers:
             return found
         logits = _next_logits(model, tokens.unsqueeze(1), cache)[:, -1]
-
-
-def _agree(model: nn.Module, tails: Sequence[FilledTail], tokens: Sequence[int]) -> list[bool]:
-    """Whether these tokens are each one's most likely ones, by one pass over all but the last."""
-    expected = torch.tensor(tokens, device=tails[0].logits.device) if tails else None
-    found = [int(filled.logits[-1].argmax()) == tokens[0] for filled in tails]
-    asked = [filled for filled, same in zip(tails, found, strict=True) if same]
-    if expected is None or not asked or len(tokens) == 1:
-        return found
-    cache = _joined(decoder_layout(model), [filled.cache for filled in asked])
-    logits = _next_logits(model, expected[:-1].expand(len(asked), -1), cache)  # [asked, tokens - 1, vocab]
-    agreed = iter((logits.argmax(-1) == expected[1:]).all(-1).tolist())
-    return [same and next(agreed) for same in found]
 
 
 def _next_logits(model: nn.Module, ids: torch.Tensor, cache: Any) -> torch.Tensor:

@@ -54,7 +54,7 @@ CONTROLS = {"swapped": "speed", "head=0": "speed", "random rows": "quality"}
 # bulk at all, unselected rows dropped.
 BASELINES = ("identity", "direct", "no bulk", "drop")
 # Parts of the budget at which a line ends, once it has its least number of prompts.
-_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.68, 0.8, 0.9
+_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.74, 0.8, 0.9
 _LEAST_ITEMS, _LEAST_DOCUMENTS = 8, 3
 _SPLICE_PROMPTS, _SPLICE_TAIL = 2, 64
 
