@@ -50,7 +50,7 @@ from ridgefill.layout import DecoderLayout
 from ridgefill.maps import RidgeMaps
 from ridgefill.moments import BLOCK_ROWS, CentredMoments
 from ridgefill.prefill import FILL_BLOCK_ROWS, FillSettings
-from ridgefill.solve import solve_ridge
+from ridgefill.ridge import solve_ridge
 from ridgefill.synth import ResidentMap, laid_out
 
 PLAIN, FILE = "plain", "file"

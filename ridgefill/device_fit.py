@@ -1,6 +1,6 @@
 """The fit's sums and systems on a GPU: library products between the kernels of cuda/gram.cu and cuda/ridge_solve.cu.
 
-`ridgefill.moments.Moments` and `ridgefill.solve` are what this means. Two things differ: rows may be rounded to bf16
+`ridgefill.moments.Moments` and `ridgefill.ridge` are what this means. Two things differ: rows may be rounded to bf16
 once, for tensor cores, and a system is built, factored and solved in place, so that a fit needs one copy of its sums.
 """
 
@@ -316,7 +316,7 @@ class RidgeSystem:
             raise KernelError(
                 f"ridge_solve: {self.n_in} inputs and {width} targets at once need {needed / 1e9:.1f} GB of device "
                 f"memory, {free_bytes / 1e9:.1f} GB are free: solve fewer targets at once, or on the host "
-                "(solve.solve_ridge with moments.centred() moved to the CPU)"
+                "(ridge.solve_ridge with moments.centred() moved to the CPU)"
             )
 
     def _check_free(self, width: int) -> None:

@@ -22,7 +22,8 @@ from ridgefill.matrices import dequantised, quantised
 from ridgefill.moments import Moments, reference_moments
 from ridgefill.paged import write_slots
 from ridgefill.residency import Int8
-from ridgefill.solve import fit, solve_ridge
+from ridgefill.ridge import solve_ridge
+from ridgefill.solve import fit
 
 CUDA = torch.device("cuda", 0)
 ROWS = 96

@@ -27,7 +27,8 @@ from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps
 from ridgefill.moments import CentredMoments, reference_moments
 from ridgefill.prefill import Step, run_bulk
-from ridgefill.solve import fit, solve_ridge, squared_error
+from ridgefill.ridge import solve_ridge, squared_error
+from ridgefill.solve import fit
 
 ROOT = Path(__file__).parent.parent
 SPLITS, TOKENS, TAIL, WIDTH = (3, 4), 400, 64, 96

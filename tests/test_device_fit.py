@@ -25,7 +25,8 @@ from ridgefill.layout import decoder_layout
 from ridgefill.maps import SplitMaps
 from ridgefill.matrices import dense
 from ridgefill.moments import ERROR_BOUND, Moments, reference_moments
-from ridgefill.solve import fit, fit_backend, solve_ridge, squared_error
+from ridgefill.ridge import solve_ridge, squared_error
+from ridgefill.solve import fit, fit_backend
 
 
 @pytest.fixture(autouse=True)

@@ -20,13 +20,7 @@ from ridgefill.errors import FitError
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps
 from ridgefill.moments import reference_moments
-from ridgefill.solve import (
-    LAMBDA_GRID,
-    PlainSystem,
-    choose_lambda,
-    solve_ridge,
-    squared_error,
-)
+from ridgefill.ridge import LAMBDA_GRID, PlainSystem, choose_lambda, solve_ridge, squared_error
 from ridgefill.solve import fit as fit_maps
 
 D = 32

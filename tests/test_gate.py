@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import re
 import shutil
 import subprocess
 from dataclasses import asdict, replace
@@ -37,7 +39,7 @@ from ridgefill.evaluate.gate import (
     verdict_of,
 )
 from ridgefill.evaluate.needle import Filler, Item, build_items
-from ridgefill.evaluate.report import page, write_report
+from ridgefill.evaluate.report import _pareto, page, write_report
 from ridgefill.maps import RidgeMaps
 from ridgefill.verdict import gate_word
 
@@ -352,6 +354,27 @@ def test_the_page_shows_the_numbers_of_gate_json_and_loads_nothing(runs: dict[st
         for result in document["results"]:
             assert f"{result['verdict']} (" in text
             assert all(escape(reason) in text for reason in result["reasons"])
+
+
+def test_names_of_points_that_lie_together_hide_neither_each_other_nor_a_point() -> None:
+    ratios, losses = (1.21, 1.2, 1.205, 1.5, 1.2), (0.011, 0.01, 0.0105, 0.1, 0.01)
+    names = [f"S={split}, quality" for split in (15, 16, 17, 18, 19)]
+    groups = [{"groups": {"whole tail": {"kl": {"estimate": loss}}}} for loss in losses]
+    document = {
+        "cost": [{"ttft_ratio": ratio} for ratio in ratios],
+        "results": [{"verdict": "pass", "distance": group} for group in groups],
+    }
+    chart = _pareto(document, names)
+    texts = {
+        m[3]: (float(m[1]), float(m[2])) for m in re.finditer(r'<text x="(.*?)" y="(.*?)" .*?>(.*?)</text>', chart)
+    }
+    points = [(float(m[1]), float(m[2])) for m in re.finditer(r'<circle cx="(.*?)" cy="(.*?)"', chart)]
+    assert len(points) == len(names)
+    boxes = [(x, x + 85, y) for x, y in (texts[name] for name in names)]
+    for (begin, end, foot), (begin_2, end_2, foot_2) in itertools.combinations(boxes, 2):
+        assert end <= begin_2 or end_2 <= begin or abs(foot - foot_2) >= 12
+    for (begin, end, foot), (x, y) in itertools.product(boxes, points):
+        assert x <= begin or end <= x or not foot - 9 < y < foot
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")

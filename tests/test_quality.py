@@ -41,8 +41,8 @@ from ridgefill.layout import decoder_layout
 from ridgefill.maps import LayerMap, RidgeMaps
 from ridgefill.moments import Moments
 from ridgefill.options import DEFAULT_SHARE
+from ridgefill.ridge import solve_ridge
 from ridgefill.scorers import RandomScorer
-from ridgefill.solve import solve_ridge
 from ridgefill.writers import key_rotation
 
 # --- figures by hand -----------------------------------------------------------------------------------------------

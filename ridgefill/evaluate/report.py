@@ -216,6 +216,25 @@ def _axes(title: str, bottom: str, top_value: float, unit: str) -> str:
     )
 
 
+# About the width of a letter and the height of a line of the charts' text.
+_LETTER, _LINE = 6.8, 13
+
+
+def _free_place(
+    taken: Sequence[tuple[float, float, float]], begins: Sequence[float], width: float, foot: float
+) -> tuple[float, float, float]:
+    """The lowest place for a text that begins at one of ``begins`` and hides nothing: from, width, foot."""
+
+    def hides(begin: float, foot: float) -> bool:
+        return any(begin < b + w and b < begin + width and abs(foot - f) < _LINE for b, w, f in taken)
+
+    while True:
+        for begin in begins:
+            if not hides(begin, foot):
+                return begin, width, foot
+        foot -= _LINE / 2
+
+
 def _pareto(document: dict[str, Any], names: Sequence[str]) -> str:
     """Speed-up against loss: the lower right is better."""
     points = [
@@ -226,12 +245,23 @@ def _pareto(document: dict[str, Any], names: Sequence[str]) -> str:
     most = max(max(y for _, y, _ in points), 1e-9)
     body = _axes("KL to stock, nats a token", "time to first token, exact / filled", most, "")
     body += _text(60, 235, f"{left:.2f}") + _text(440, 235, f"{right:.2f}", "end")
-    for number, ((x, y, verdict), name) in enumerate(zip(points, names, strict=True)):
-        at_x, at_y = 60 + 380 * (x - left) / (right - left), 220 - 190 * max(0.0, y) / most
+    placed = [
+        (60 + 380 * (x - left) / (right - left), 220 - 190 * max(0.0, y) / most, verdict) for x, y, verdict in points
+    ]
+    taken = [(x - 6, 12.0, y + 4) for x, y, _ in placed]  # a name must hide no point, nor another name
+    labels = ""
+    for number in sorted(range(len(placed)), key=lambda number: points[number][1]):
+        x, y, verdict = placed[number]
         colour = {"pass": "#17693a", "fail": "#a3211c"}.get(verdict, "#8a5a00")
-        body += f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{colour}" data-point="{number}"/>'
-        side, anchor = (8, "start") if at_x < 330 else (-8, "end")  # inside the axes
-        body += _text(at_x + side, at_y - 4, name, anchor)
+        body += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}" data-point="{number}"/>'
+        width = _LETTER * len(names[number])
+        inside = [begin for begin in (x + 8, x - 8 - width) if 60 < begin < 440 - width]
+        place = _free_place(taken, inside or [x + 8], width, y + 4)
+        taken.append(place)
+        if place[2] < y - _LINE:  # too far away to tell whose it is
+            body += f'<path d="M{x:.1f} {y:.1f}L{place[0]:.1f} {place[2]:.1f}" stroke="#bbb"/>'
+        labels += _text(place[0], place[2], names[number])
+    body += labels
     return _svg(470, 260, body, "speed-up against loss")
 
 
