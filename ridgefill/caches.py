@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,22 @@ def whole_cache(layout: DecoderLayout) -> Cache:
 
     # States come with a config only, and with a config sliding layers slide; no model that can be filled has both.
     return DynamicCache(config=layout.config) if layout.recurrent else DynamicCache()
+
+
+def joined(layout: DecoderLayout, caches: Sequence[Any]) -> Cache:
+    """Return one new cache whose sequences are those of ``caches``, which have as many rows each and keep every row."""
+    import torch
+
+    cache = whole_cache(layout)
+    for layer_idx, layers in enumerate(zip(*(c.layers for c in caches), strict=True)):
+        if layout.keeps_keys(layer_idx):
+            cache.update(torch.cat([one.keys for one in layers]), torch.cat([one.values for one in layers]), layer_idx)
+        if layout.keeps_state(layer_idx):
+            cache.update_conv_state(torch.cat([one.conv_states[0] for one in layers]), layer_idx)
+            states = [one.recurrent_states[0] for one in layers]
+            if states[0] is not None:
+                cache.update_recurrent_state(torch.cat(states), layer_idx)
+    return cache
 
 
 def cached_tokens(cache: Cache | None) -> int:

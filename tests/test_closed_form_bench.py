@@ -26,7 +26,7 @@ from ridgefill.features import STREAM, Features
 from ridgefill.layout import decoder_layout
 from ridgefill.maps import RidgeMaps
 from ridgefill.moments import CentredMoments, reference_moments
-from ridgefill.prefill import Step, run_bulk
+from ridgefill.prefill import Step, run_bulk, write_late_layers
 from ridgefill.ridge import solve_ridge, squared_error
 from ridgefill.solve import fit
 
@@ -232,7 +232,10 @@ def column_kl(
             bulk = run_bulk(settings, step)
             predicted = (widened(bulk.stream[0], seen[-1]).double() @ weight + bias).float().split(64, dim=1)
             inputs = {3: bulk.stream, 4: predicted[0][None], 5: predicted[1][None]}
-            with filled_tail(model, settings, step, replace(bulk, true_inputs=inputs), window.ids) as filled:
+            bulk = replace(bulk, true_inputs=inputs)
+            with torch.no_grad():
+                write_late_layers(settings, step, bulk)
+            with filled_tail(model, settings, step, bulk, window.ids) as filled:
                 kl = token_scores(stock, filled.logits, window.ids).kl
             scores.append(float(kl[:-1].mean()))  # of rows with a next token
     handle.remove()

@@ -121,18 +121,24 @@ def test_a_splice_touches_its_rows_layers_and_heads_alone() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_an_edit_of_a_kept_fill_gives_what_the_whole_pass_gives(family: str) -> None:
+def test_edits_of_a_kept_fill_give_what_a_whole_pass_each_gives(family: str) -> None:
     model = tiny_model(family)
     pair = PairedPrompt(Variants(model, random_maps(model)), prompt(96), tail=16, splits=(3,))
-    kept, edit = KeptFill(pair, 3), partial(put_back, pair, Splice("keys", (5,)))
+    kept = KeptFill(pair, 3)
     with pair.variant(3, "fill") as filled:
         torch.testing.assert_close(kept.logits, filled.logits)
-    with pair.variant(3, "fill", edit=edit) as filled:
-        for first_layer in (3, 4, 5):
-            torch.testing.assert_close(kept.edited(edit, first_layer), filled.logits)
-        # What lies below the first layer is not looked at again; and the fill itself is as it was.
-        assert not torch.allclose(kept.edited(edit, 6), filled.logits)
-    torch.testing.assert_close(kept.edited(lambda cache: None, 3), kept.logits)
+    edits = [partial(put_back, pair, Splice(component, (5,))) for component in ("keys", "values", "both") * 3]
+    expected = []
+    for edit in edits[:3]:
+        with pair.variant(3, "fill", edit=edit) as filled:
+            expected.append(filled.logits)
+    assert not torch.allclose(expected[0], expected[1])
+    for first_layer in (3, 4, 5):
+        found = list(kept.edited(edits, first_layer))  # more than one pass holds
+        torch.testing.assert_close(found, [*expected, *expected, *expected])
+    # What lies below the first layer is not looked at again; and the fill itself is as it was.
+    torch.testing.assert_close(list(kept.edited(edits[:1], 6)), [kept.logits])
+    torch.testing.assert_close(list(kept.edited([lambda cache: None], 3)), [kept.logits])
 
 
 def test_an_exact_fill_has_nothing_to_recover_and_no_prompt_is_an_error() -> None:

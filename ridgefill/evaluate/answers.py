@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgefill.caches import whole_cache
+from ridgefill.caches import joined
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.filled import FilledTail
 from ridgefill.evaluate.needle import Item
@@ -24,7 +24,6 @@ from ridgefill.scorers import SpanScorer
 if TYPE_CHECKING:
     from torch import nn
 
-    from ridgefill.layout import DecoderLayout
 
 # What a model may say beyond the answer's own tokens.
 _SPARE_TOKENS = 3
@@ -176,7 +175,7 @@ def _as_wanted(model: nn.Module, tails: Sequence[FilledTail], wanted: Sequence[i
     if not any(begins):
         return [None for _ in tails]
     asked = [filled for filled, as_wanted in zip(tails, begins, strict=True) if as_wanted]
-    cache = _joined(decoder_layout(model), [filled.cache for filled in asked])
+    cache = joined(decoder_layout(model), [filled.cache for filled in asked])
     ids = torch.tensor(wanted, device=asked[0].logits.device).expand(len(asked), -1)
     followers = _next_logits(model, ids, cache).argmax(-1).tolist()  # what follows each of them
     goes_on = (next_ids[:-1] == list(wanted[1:]) and [*wanted, next_ids[-1]] for next_ids in followers)
@@ -187,7 +186,7 @@ def _decoded(model: nn.Module, tails: Sequence[FilledTail], is_end: Callable[[Se
     """Each one's most likely tokens, step by step, until ``is_end`` of them."""
     if not tails:
         return []
-    cache = tails[0].cache if len(tails) == 1 else _joined(decoder_layout(model), [filled.cache for filled in tails])
+    cache = tails[0].cache if len(tails) == 1 else joined(decoder_layout(model), [filled.cache for filled in tails])
     logits = torch.stack([filled.logits[-1] for filled in tails])  # [answers, vocab]
     found: list[list[int]] = [[] for _ in tails]
     open_answers = set(range(len(tails)))
@@ -207,20 +206,6 @@ def _next_logits(model: nn.Module, ids: torch.Tensor, cache: Any) -> torch.Tenso
     arguments = {str(cache_argument_name(model.forward)): cache}
     logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=ids.shape[1], **arguments).logits
     return logits
-
-
-def _joined(layout: DecoderLayout, caches: Sequence[Any]) -> Any:
-    """One cache whose sequences are those of ``caches``, of as many rows each."""
-    cache = whole_cache(layout)
-    for layer_idx, layers in enumerate(zip(*(c.layers for c in caches), strict=True)):
-        if layout.keeps_keys(layer_idx):
-            cache.update(torch.cat([one.keys for one in layers]), torch.cat([one.values for one in layers]), layer_idx)
-        if layout.keeps_state(layer_idx):
-            cache.update_conv_state(torch.cat([one.conv_states[0] for one in layers]), layer_idx)
-            states = [one.recurrent_states[0] for one in layers]
-            if states[0] is not None:
-                cache.update_recurrent_state(torch.cat(states), layer_idx)
-    return cache
 
 
 def _cache_bytes(cache: Any) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ridgefill.maps import RidgeMaps
 
-_TIMED_ROUNDS, _DECODED_TOKENS = 3, 16
+_TIMED_ROUNDS, _DECODED_TOKENS = 5, 8
 
 
 def measure_costs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -67,22 +67,18 @@ def filled_tail(
     bulk: Bulk,
     ids: torch.Tensor,
     choice: SelectionSettings | None = None,
-    edit: Callable[[Any], None] | None = None,
     logits_to_keep: int | None = None,
     shortcut: AbstractContextManager[None] | None = None,
 ) -> Iterator[FilledTail]:
-    """Fill ``step``'s cache and run the tail of ``ids`` ``[1, rows]`` over it; decode steps belong inside.
+    """Run the tail of ``ids`` ``[1, rows]`` over ``step``'s cache, whose late layers are written; decode steps inside.
 
-    ``choice`` says which rows are selected, ``edit`` changes the filled cache before the tail sees it,
-    ``logits_to_keep`` of how many last rows logits are made (None: the tail's). The tail runs inside ``shortcut``.
+    ``choice`` says which rows are selected, ``logits_to_keep`` of how many last rows logits are made (None: the
+    tail's). The tail runs inside ``shortcut``.
 
     Raises:
         RidgeFillError: rows were to be selected and none was.
     """
     with torch.no_grad():
-        write_late_layers(settings, step, bulk)
-        if edit is not None:
-            edit(step.cache)
         tail, rows_filled = ids.shape[1] - step.fill_end, step.fill_end - step.fill_start
         selected = torch.empty(0, dtype=torch.int64, device=ids.device)
         with ExitStack() as undo:
@@ -171,6 +167,8 @@ class BulkPrefill:
         step, bulk = replace(self._step, cache=copy.deepcopy(self._step.cache)), replace(self._bulk)
         if fill_head:
             step, bulk = replace(step, fill_start=0), replace(bulk, head_cache=None)
+        with torch.no_grad():
+            write_late_layers(settings, step, bulk)
         with filled_tail(self._model, settings, step, bulk, self._ids, choice) as filled:
             return score_tail(stock, filled.logits, self._ids, rows_filled=filled.rows_filled)
 

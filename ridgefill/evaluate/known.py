@@ -50,7 +50,8 @@ class KnownLayers:
         """The first ``count`` layers give what is known in one pass over the tail inside the block.
 
         ``noted`` is the cache that the noted pass left, with every row: the tail's keys and values, and the states
-        behind it, are taken from there. ``note`` notes what this pass gives in turn.
+        behind it, are taken from there. ``note`` notes what this pass gives in turn. The pass may be of several
+        sequences that have these rows in common, where no layer keeps a state.
         """
         with ExitStack() as undo:
             if note is not None:
@@ -62,14 +63,22 @@ class KnownLayers:
                 _set_forward(layer, functools.partial(self._give, layer_idx, noted))
             yield
 
-    def _give(self, layer_idx: int, noted: Cache, *_: Any, **layer_kwargs: Any) -> Any:
+    def _give(self, layer_idx: int, noted: Cache, *args: Any, **layer_kwargs: Any) -> Any:
         cache = layer_kwargs[self._layout.cache_argument]
+        batch = (args[0] if args else layer_kwargs["hidden_states"]).shape[0]
         if self._layout.keeps_keys(layer_idx):
             kept: Any = noted.layers[layer_idx]
-            cache.update(*(rows[..., -self._rows :, :] for rows in (kept.keys, kept.values)), layer_idx)
+            tail = (rows[..., -self._rows :, :].expand(batch, -1, -1, -1) for rows in (kept.keys, kept.values))
+            cache.update(*tail, layer_idx)
         if self._layout.keeps_state(layer_idx):
             caches.copy_state(cache, layer_idx, noted)
-        return self._outputs[layer_idx]
+        return self._repeated(self._outputs[layer_idx], batch)
+
+    def _repeated(self, output: Any, batch: int) -> Any:
+        """A block output ``[1, rows, d]``, or the first of several, for each sequence of a batch."""
+        if isinstance(output, tuple):
+            return (self._repeated(output[0], batch), *output[1:])
+        return output.expand(batch, -1, -1)
 
 
 def _set_forward(layer: Any, forward: Any) -> None:

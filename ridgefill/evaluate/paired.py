@@ -18,9 +18,9 @@ from ridgefill.evaluate.controls import direct_ridge, identity_maps, late_layers
 from ridgefill.evaluate.filled import FilledTail, filled_tail
 from ridgefill.evaluate.known import KnownLayers
 from ridgefill.evaluate.quality import Score, prefill_logits, score_tail
-from ridgefill.layout import decoder_layout
+from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.options import DEFAULT_SHARE
-from ridgefill.prefill import Bulk, FillSettings, Step
+from ridgefill.prefill import Bulk, FillSettings, Step, write_late_layers
 from ridgefill.rows import Gate, SelectionSettings, attention_scorer, selection_settings
 from ridgefill.scorers import RandomScorer, RowScorer
 from ridgefill.synth import resident_maps
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ridgefill.maps import RidgeMaps, SplitMaps
 
 SELECTING_VARIANTS = ("quality", "random rows", "drop")
+# Copies of a fill whose tails run in one pass.
+_JOINED_COPIES = 8
 VARIANTS = ("fill", *SELECTING_VARIANTS, "no bulk", "identity", "direct", "head=0", "swapped")
 
 
@@ -108,6 +110,7 @@ class PairedPrompt:
         self._states: dict[int, Any] = {int(ids.shape[1]): self._cache}  # a cache with those behind so many rows
         self._streams: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         self._rotary_outputs: list[Any] = []
+        self._fill: tuple[int, Any, Bulk] | None = None  # the last split's plain fill: a cache up to the tail
         self._known = KnownLayers(layout, max(splits, default=0), tail)
         if layout.recurrent and head:
             self._states[head] = caches.whole_cache(layout)
@@ -178,9 +181,13 @@ class PairedPrompt:
         return cache
 
     @torch.no_grad()
-    def tail_logits(self, cache: Any) -> torch.Tensor:
-        """Run the tail over a cache of the rows before it; logits of the rows that are kept, ``[rows, vocab]``."""
-        return prefill_logits(self._variants.model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
+    def tail_logits(self, copies: Sequence[Any]) -> torch.Tensor:
+        """Run the tail over several caches of the rows before it in one pass; ``[copies, rows kept, vocab]``."""
+        model, ids = self._variants.model, self.ids[:, self.fill_end :].expand(len(copies), -1)
+        cache = copies[0] if len(copies) == 1 else caches.joined(self.layout, copies)
+        arguments = {str(cache_argument_name(model.forward)): cache}
+        logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=self._logits_to_keep, **arguments).logits
+        return logits
 
     @contextmanager
     def variant(
@@ -207,22 +214,12 @@ class PairedPrompt:
             cache, model = self._first_rows(self.fill_end, layers, hidden_from=split), self._variants.model
             with late_layers_without_bulk(model, split=split, head=self.head, tail=self.tail, rows=rows):
                 with self._known.hand_back(split, self._cache):
-                    logits = self.tail_logits(cache)
+                    logits = prefill_logits(model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
                 yield FilledTail(logits, cache, span, nothing, 0)
             return
-        stream, layer_kwargs = self._streams[split]
-        head = 0 if variant == "head=0" else self.head
-        step = Step(
-            inputs={"input_ids": self.ids},
-            padding=None,
-            position_ids=None,
-            cache=self._first_rows(self.fill_end, split),
-            cached_tokens=0,
-            fill_start=head,
-            fill_end=self.fill_end,
-        )
-        head_cache = self._first_rows(head, layers) if head else None
-        bulk = Bulk(0, stream, layer_kwargs, self._rotary_outputs, head_cache, None)
+        step, bulk = self._filled(split, variant)
+        if edit is not None:
+            edit(step.cache)
         settings, choice = self._variants.settings(split, variant), None
         if variant in SELECTING_VARIANTS:
             if variant == "random rows":
@@ -230,8 +227,36 @@ class PairedPrompt:
             choice = self._variants.choice(split, share=share, scorer=scorer, drop=variant == "drop")
             settings = replace(settings, selects_rows=True)
         keep, shortcut = self._logits_to_keep, self._known.hand_back(split, self._cache, note)
-        with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, edit, keep, shortcut) as filled:
+        with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, keep, shortcut) as filled:
             yield filled
+
+    @torch.no_grad()
+    def _filled(self, split: int, variant: str) -> tuple[Step, Bulk]:
+        """A step whose cache is filled up to the tail. Variants that differ behind the fill only share it, as copies.
+
+        One is kept, of the last split: variants of a split come one after the other.
+        """
+        head = 0 if variant == "head=0" else self.head
+        shared = variant in ("fill", *SELECTING_VARIANTS)
+        kept = self._fill if shared and self._fill is not None and self._fill[0] == split else None
+        step = Step(
+            inputs={"input_ids": self.ids},
+            padding=None,
+            position_ids=None,
+            cache=self._first_rows(self.fill_end, split) if kept is None else copy.deepcopy(kept[1]),
+            cached_tokens=0,
+            fill_start=head,
+            fill_end=self.fill_end,
+        )
+        if kept is not None:
+            return step, kept[2]
+        stream, layer_kwargs = self._streams[split]
+        head_cache = self._first_rows(head, self.layout.num_layers) if head else None
+        bulk = Bulk(0, stream, layer_kwargs, self._rotary_outputs, head_cache, None)
+        write_late_layers(self._variants.settings(split, variant), step, bulk)
+        if shared:
+            self._fill = split, copy.deepcopy(step.cache), bulk
+        return step, bulk
 
     def score(self, split: int, variant: str) -> Score:
         """A variant's tail against stock's."""
@@ -255,12 +280,19 @@ class KeptFill:
     def _keep(self, cache: Any) -> None:
         self._filled = copy.deepcopy(cache)
 
-    def edited(self, edit: Callable[[Any], None], first_layer: int) -> torch.Tensor:
-        """Return the logits over a copy that ``edit`` has changed, in layers from ``first_layer`` on alone."""
-        cache = copy.deepcopy(self._filled)
-        edit(cache)
-        with self._known.hand_back(first_layer, self._cache):
-            return self._prompt.tail_logits(cache)
+    def edited(self, edits: Sequence[Callable[[Any], None]], first_layer: int) -> Iterator[torch.Tensor]:
+        """Yield the logits over copies that each of ``edits`` has changed, in layers from ``first_layer`` on alone.
+
+        Several copies are joined for one pass, which costs little more than that of one.
+        """
+        layout = self._prompt.layout
+        most = 1 if layout.recurrent else _JOINED_COPIES  # states that are known are one sequence's
+        for first in range(0, len(edits), most):
+            copies = [copy.deepcopy(self._filled) for _ in edits[first : first + most]]
+            for edit, cache in zip(edits[first : first + most], copies, strict=True):
+                edit(cache)
+            with self._known.hand_back(first_layer, self._cache):
+                yield from self._prompt.tail_logits(copies)
 
 
 # --- the whole table -----------------------------------------------------------------------------------------------

@@ -84,9 +84,9 @@ def study_splices(
     """Return what each splice recovers, over prompts ``[1, rows]``, or None where there is nothing to recover.
 
     Each prompt is prefilled once by the stock model, which leaves the exact rows and what the layers below the split
-    give, and filled once; a splice costs the tail's pass from its first layer on (`KeptFill`). About seven splices a
-    late layer, and one for each key-value head of the three layers that keys alone recover most. What is put back from
-    either end is all that the layers keep: keys and values, and states.
+    give, and filled once; a splice costs the tail's pass from its first layer on, together with others (`KeptFill`).
+    About seven splices a late layer, and one for each key-value head of the three layers that keys alone recover most.
+    What is put back from either end is all that the layers keep: keys and values, and states.
 
     Nothing is lost where no layer is predicted, or where the fill is exact.
 
@@ -99,37 +99,45 @@ def study_splices(
     layout, device = variants.layout, variants.layout.embeddings.device
     pairs = [PairedPrompt(variants, ids.to(device), tail=tail, head=head, splits=(split,)) for ids in prompts]
     fills = [KeptFill(pair, split) for pair in pairs]
-    filled = _mean_kl(pairs, [fill.logits for fill in fills]) if late else 0.0
+    filled = sum(_kl(pair, fill.logits) for pair, fill in zip(pairs, fills, strict=True)) / len(pairs) if late else 0.0
     if filled < _LEAST_KL:
         return None
     components = _kept(layout, late)
-    alone = [(name, layer) for name in _BY_LAYER for layer in late if name in _kept(layout, [layer])]
-    total = len(components) + len(alone) + 2 * len(late)
-    done = 0
+    everything = components[-1]
+    whole = [Splice(component, late) for component in components]
+    layers = [Splice(name, (layer,)) for name in _BY_LAYER for layer in late if name in _kept(layout, [layer])]
+    upwards = [Splice(everything, late[: number + 1]) for number in range(len(late))]
+    downwards = [Splice(everything, late[number:]) for number in reversed(range(len(late)))]
+    done, total = 0, len(whole) + len(layers) + len(upwards) + len(downwards)
 
-    def recover(component: str, layers: Sequence[int], kv_head: int | None = None) -> Recovered:
+    def recover(splices: Sequence[Splice]) -> dict[Splice, Recovered]:
+        """Those that begin at the same layer together."""
         nonlocal done
-        progress(min(done, total), total)
-        done += 1
-        splice = Splice(component, tuple(layers), kv_head)
-        logits = [
-            fill.edited(partial(put_back, pair, splice), splice.layers[0])
-            for pair, fill in zip(pairs, fills, strict=True)
-        ]
-        kl = _mean_kl(pairs, logits)
-        return Recovered(splice, kl, 1 - kl / filled)
+        found = {}
+        for first_layer in sorted({splice.layers[0] for splice in splices}):
+            progress(min(done, total), total)
+            of_layer = list(dict.fromkeys(splice for splice in splices if splice.layers[0] == first_layer))
+            kls = [_spliced_kls(pair, fill, of_layer) for pair, fill in zip(pairs, fills, strict=True)]
+            for splice, of_prompts in zip(of_layer, zip(*kls, strict=True), strict=True):
+                kl = sum(of_prompts) / len(pairs)
+                found[splice] = Recovered(splice, kl, 1 - kl / filled)
+            done += len(of_layer)
+        return found
 
-    whole = [recover(component, late) for component in components]
-    layers = [recover(component, [layer]) for component, layer in alone]
-    upwards = [recover(components[-1], late[: number + 1]) for number in range(len(late))]
-    downwards = [recover(components[-1], late[number:]) for number in reversed(range(len(late)))]
-    by_keys = sorted((r for r in layers if r.splice.component == "keys"), key=lambda r: -r.share)[:_WORST_LAYERS]
-    heads: list[Recovered] = []
-    for of_layer in by_keys:
-        kv_heads = pairs[0].exact_rows(of_layer.splice.layers[0])[0].shape[1]
-        heads += [recover("keys", of_layer.splice.layers, kv_head) for kv_head in range(kv_heads)]
+    found = recover([*whole, *layers, *upwards, *downwards])
+    by_keys = sorted((s for s in layers if s.component == "keys"), key=lambda s: -found[s].share)[:_WORST_LAYERS]
+    heads = [
+        Splice("keys", splice.layers, kv_head)
+        for splice in by_keys
+        for kv_head in range(pairs[0].exact_rows(splice.layers[0])[0].shape[1])
+    ]
+    found |= recover(heads)
     progress(total, total)
-    return SpliceStudy(split, len(pairs), filled, whole, layers, upwards, downwards, heads)
+
+    def of(splices: Sequence[Splice]) -> list[Recovered]:
+        return [found[splice] for splice in splices]
+
+    return SpliceStudy(split, len(pairs), filled, of(whole), of(layers), of(upwards), of(downwards), of(heads))
 
 
 def _kept(layout: DecoderLayout, layers: Sequence[int]) -> tuple[str, ...]:
@@ -139,10 +147,15 @@ def _kept(layout: DecoderLayout, layers: Sequence[int]) -> tuple[str, ...]:
     return (*keys, *states, *((EVERYTHING,) if keys and states else ()))
 
 
-def _mean_kl(pairs: Sequence[PairedPrompt], logits: Sequence[torch.Tensor]) -> float:
-    """The KL to stock of each prompt's tail, its mean over the prompts."""
-    scores = (token_scores(pair.stock, other, pair.ids).kl for pair, other in zip(pairs, logits, strict=True))
-    return sum(float(kl.mean()) for kl in scores) / len(pairs)
+def _kl(pair: PairedPrompt, logits: torch.Tensor) -> float:
+    """The KL to stock of one prompt's tail, nats a token."""
+    return float(token_scores(pair.stock, logits, pair.ids).kl.mean())
+
+
+def _spliced_kls(pair: PairedPrompt, fill: KeptFill, splices: Sequence[Splice]) -> list[float]:
+    """The same over each spliced cache; the splices begin at one layer."""
+    edits = [partial(put_back, pair, splice) for splice in splices]
+    return [_kl(pair, logits) for logits in fill.edited(edits, splices[0].layers[0])]
 
 
 def put_back(pair: PairedPrompt, splice: Splice, cache: Any) -> None:
