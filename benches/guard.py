@@ -20,7 +20,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,7 @@ def main(
         for case in cases(model, tokenizer, per_kind):
             item = f"split {split}: {case.name}"
             if journal is not None and item in journal.done:
-                of_split.append(Outcome(**journal.done[item]))
+                of_split.append(replace(Outcome(**journal.done[item]), expected=case.expected))
                 continue
             found = outcome(case, loaded, split, lambda windows, item=item: track(windows, item, console=progress))
             of_split.append(found)
@@ -299,7 +299,9 @@ def main(
     for line in words:
         console.print(f"MISSED: {line}", highlight=False)
     seconds = time.perf_counter() - started
-    console.print(f"{folder.name}, float32, {loaded.fit['rows']:,} calibration rows, {seconds:.0f} s", highlight=False)
+    console.print(
+        f"{folder.name}, float32, {loaded.fit['rows']:,} calibration rows, {seconds:.0f} s in this run", highlight=False
+    )
     console.print(machine_line(), highlight=False)
     document = {"machine": machine(), "missed": words, "outcomes": [asdict(found) for found in outcomes]}
     common.write_json(json_path, document)

@@ -2,11 +2,11 @@
 
     python benches/mass.py MAPS [--splits 20,15] [--biases=-1,-0.5,-0.25,0.25] [--windows 24] [--journal FILE]
 
-A predicted key that is a little too long, or too much like the query, takes weight from rows that are exact. A
-correction that no kernel needs to know (a shift of keys, other gains) can do no more than the bias that it stands for:
-this adds the bias itself, to the logits of every filled row in every predicted layer while the tail runs, and shows the
-KL to stock that is left, paired by window with no bias. What does not help here is not worth a correction. Finished
-windows are kept in the journal: the same command goes on where it was interrupted.
+A predicted key that is a little too long, or too much like the query, takes weight from rows that are exact. This adds
+one bias to the logits of every filled row in every predicted layer while the tail runs, and shows the KL to stock that
+is left, paired by window with no bias. It is one number for all heads, layers and queries: what a correction of each
+head would give is not seen here. Finished windows are kept in the journal: the same command goes on where it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ def biased(layout: DecoderLayout, split: int, bias: float, *, tail: int, head: i
 
     def lean(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden_states, mask = args[0] if args else kwargs["hidden_states"], kwargs["attention_mask"]
-        if hidden_states.shape[1] != tail:  # the selected rows' own pass
-            return args, kwargs
         if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[-1] != fill_end + tail:
             raise RidgeFillError("cannot bias the filled rows: the tail got no 4-D mask over all rows")
         if mask.dtype == torch.bool:
@@ -130,6 +128,8 @@ def main(
     journal_path: Path,
 ) -> None:
     """Run the whole table (see the module's docstring)."""
+    if 0 in biases:
+        raise click.BadParameter("a bias of 0 is always among them; name others", param_hint="--biases")
     model, tokenizer = common.load(folder, threads=threads)
     loaded = RidgeMaps.load(maps)
     unseen_texts(loaded)

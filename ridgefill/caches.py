@@ -48,6 +48,17 @@ def joined(layout: DecoderLayout, caches: Sequence[Any]) -> Cache:
     return cache
 
 
+def nbytes(cache: Any) -> int:
+    """Return what a cache's keys, values and states take."""
+    found = 0
+    for layer in cache.layers:
+        for name in ("keys", "values", "conv_states", "recurrent_states"):
+            kept = getattr(layer, name, None)
+            tensors = kept.values() if isinstance(kept, dict) else (kept,)
+            found += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return found
+
+
 def cached_tokens(cache: Cache | None) -> int:
     """The cache's length as an int, read once: a static layer hands out a live tensor that updates change in place."""
     length = getattr(cache, "get_seq_length", None)

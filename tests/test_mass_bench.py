@@ -1,4 +1,4 @@
-"""`benches/mass.py`: no bias changes nothing, one without end hides what is filled, and only the tail is biased."""
+"""`benches/mass.py`: no bias changes nothing, one without end hides what is filled, and nothing else is biased."""
 
 from __future__ import annotations
 
@@ -42,6 +42,20 @@ def test_a_bias_reaches_from_the_fill_itself_to_the_rows_dropped(bench: Any) -> 
     assert float((hidden - leaning).abs().max()) > 1e-3
     torch.testing.assert_close(logits("quality", -2e4), hidden)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+    # The columns that lean are the filled ones: not the head's, nor the selected rows', nor the tail's.
+    masks: list[torch.Tensor] = []
+    spans = {"tail": TAIL, "head": bench.HEAD, "fill_end": pair.fill_end}
+    with bench.biased(variants.layout, SPLIT, -3.0, **spans):
+        last = variants.layout.layers[-1]
+        handle = last.register_forward_pre_hook(
+            lambda _, __, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+        with pair.variant(SPLIT, "quality", share=0.2) as filled:
+            handle.remove()
+    leans = (masks[-1][0, 0, -1] == -3).nonzero().flatten().tolist()
+    assert len(filled.selected) > 10
+    assert leans == [row for row in range(bench.HEAD, pair.fill_end) if row not in filled.selected.tolist()]
 
 
 def test_every_bias_is_scored_beside_none(bench: Any) -> None:

@@ -218,11 +218,11 @@ def test_answers_decoded_together_are_those_decoded_alone(model: Any, monkeypatc
     # Prefills and those who mask for themselves are alone; stock and three settings are together.
     assert {1} < set(widths) <= {1, 2, 3, 4}
     assert max(checked) > 1  # stock at least answers as expected, and others with it
-    monkeypatch.setattr("ridgefill.evaluate.answers._JOINED_CACHE_BYTES", 0)
+    monkeypatch.setattr("ridgefill.evaluate.answers.JOINED_BYTES", 0)
     widths.clear()
     alone = answers(model, "forget", settings, count=4, controls=0)
     assert set(widths) == {1}
-    monkeypatch.setattr("ridgefill.evaluate.answers._as_wanted", lambda _, tails, __: [None for _ in tails])
+    monkeypatch.setattr("ridgefill.evaluate.answers._as_expected", lambda _, tails, *__: [None for _ in tails])
     checked.clear()
     step_by_step = answers(model, "forget", settings, count=4, controls=0)
     handle.remove()

@@ -279,6 +279,8 @@ def test_one_stock_prefill_serves_every_variant(family: str, variant: str) -> No
         if variant == "direct":
             bulk._settings = direct_ridge(bulk._settings, maps.at(split))
         expected = bulk.score(used, paired.stock, fill_head=variant == "head=0")
+    for before in ("fill", *SELECTING_VARIANTS):  # these share one fill, and must leave it as it is
+        paired.score(split, before)
     found = paired.score(split, variant)
     assert found.kl == pytest.approx(expected.kl, rel=1e-3)
     assert found.kl > 1e-3

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgefill.caches import joined
+from ridgefill.caches import joined, nbytes
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.filled import FilledTail
 from ridgefill.evaluate.needle import Item
-from ridgefill.evaluate.paired import PairedPrompt, Variants
+from ridgefill.evaluate.paired import JOINED_BYTES, PairedPrompt, Variants
 from ridgefill.evaluate.stats import McNemar, exact_mcnemar
 from ridgefill.layout import cache_argument_name, decoder_layout
 from ridgefill.scorers import SpanScorer
@@ -33,8 +33,6 @@ LEAST_STOCK_ACCURACY = 0.9
 _STOCK_SAMPLE = 10
 # Needles lost with this p-value are lost: looking after every prompt does not change that.
 _CERTAIN_P = 1e-3
-# Answers to one prompt are decoded together, on so many bytes of caches at most: a pass reads the weights once for all.
-_JOINED_CACHE_BYTES = 1 << 30
 # Variants whose decode steps see masks of their own.
 _MASKED = ("no bulk", "drop")
 # The needle's own rows exact and no other: what a perfect choice of so few rows would give.
@@ -108,7 +106,7 @@ def answer_item(
                 yield from _answers(variants.model, tokenizer, item, [(setting, filled)])
                 continue
         waiting.append((setting, filled))
-        if len(waiting) * _cache_bytes(filled.cache) >= _JOINED_CACHE_BYTES:
+        if len(waiting) * nbytes(filled.cache) >= JOINED_BYTES:
             yield from _answers(variants.model, tokenizer, item, waiting)
             waiting = []
     yield from _answers(variants.model, tokenizer, item, waiting)
@@ -152,34 +150,47 @@ def greedy_answers(model: nn.Module, tokenizer: Any, tails: Sequence[FilledTail]
     """Return each one's most likely continuation, until as many words are whole as ``expected`` has.
 
     Or until it is as long and a few tokens more, or to the model's end: what `is_right` says cannot change then. The
-    tails are of one prompt, and run together on a cache that joins theirs: one pass tells which of them answer as
-    expected, token for token, and those that do not are decoded. Of one alone that is decoded, the cache grows.
+    tails are of one prompt, and run together on a cache that joins theirs: a pass tells which of them answer as
+    expected, token for token, and those that do not are decoded. If just one has to be decoded, its own cache grows.
     """
-    wanted = tokenizer(expected, add_special_tokens=False)["input_ids"]
-    most = len(tokenizer(" " + expected, add_special_tokens=False)["input_ids"]) + _SPARE_TOKENS
+    spellings = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (expected, " " + expected)]
+    most = max(map(len, spellings)) + _SPARE_TOKENS
     ends = _end_ids(model, tokenizer)
 
     def is_end(ids: Sequence[int]) -> bool:
         return ids[-1] in ends or len(ids) == most or _is_whole(tokenizer.decode(ids), expected)
 
-    found = [ids if ids is not None and is_end(ids) else None for ids in _as_wanted(model, tails, wanted)]
+    found = _as_expected(model, tails, spellings, is_end)
     others = iter(_decoded(model, [tail for tail, ids in zip(tails, found, strict=True) if ids is None], is_end))
     whole = [next(others) if ids is None else ids for ids in found]
     texts = (tokenizer.decode([token for token in ids if token not in ends], skip_special_tokens=True) for ids in whole)
     return [str(text).strip() for text in texts]
 
 
-def _as_wanted(model: nn.Module, tails: Sequence[FilledTail], wanted: Sequence[int]) -> list[list[int] | None]:
-    """For each one the tokens that are wanted and its next one, if these are its most likely ones; else None."""
-    begins = [int(filled.logits[-1].argmax()) == wanted[0] for filled in tails]
-    if not any(begins):
-        return [None for _ in tails]
-    asked = [filled for filled, as_wanted in zip(tails, begins, strict=True) if as_wanted]
-    cache = joined(decoder_layout(model), [filled.cache for filled in asked])
-    ids = torch.tensor(wanted, device=asked[0].logits.device).expand(len(asked), -1)
-    followers = _next_logits(model, ids, cache).argmax(-1).tolist()  # what follows each of them
-    goes_on = (next_ids[:-1] == list(wanted[1:]) and [*wanted, next_ids[-1]] for next_ids in followers)
-    return [(next(goes_on) or None) if as_wanted else None for as_wanted in begins]
+def _as_expected(
+    model: nn.Module,
+    tails: Sequence[FilledTail],
+    spellings: Sequence[list[int]],
+    is_end: Callable[[Sequence[int]], bool],
+) -> list[list[int] | None]:
+    """For each one a spelling and the token behind it, which ends it, if these are its most likely tokens; else None.
+
+    One pass for each spelling that any of them begins with.
+    """
+    found: list[list[int] | None] = [None for _ in tails]
+    first = [int(filled.logits[-1].argmax()) for filled in tails]
+    for wanted in spellings:
+        asked = [number for number, token in enumerate(first) if found[number] is None and wanted[:1] == [token]]
+        if not asked or is_end(wanted):
+            continue
+        cache = joined(decoder_layout(model), [tails[number].cache for number in asked])
+        ids = torch.tensor(wanted, device=tails[0].logits.device).expand(len(asked), -1)
+        followers = _next_logits(model, ids, cache).argmax(-1).tolist()  # what follows each of them
+        for number, following in zip(asked, followers, strict=True):
+            answer = [*wanted, following[-1]]
+            if following[:-1] == wanted[1:] and is_end(answer):
+                found[number] = answer
+    return found
 
 
 def _decoded(model: nn.Module, tails: Sequence[FilledTail], is_end: Callable[[Sequence[int]], bool]) -> list[list[int]]:
@@ -206,17 +217,6 @@ def _next_logits(model: nn.Module, ids: torch.Tensor, cache: Any) -> torch.Tenso
     arguments = {str(cache_argument_name(model.forward)): cache}
     logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=ids.shape[1], **arguments).logits
     return logits
-
-
-def _cache_bytes(cache: Any) -> int:
-    """Of keys, values and states."""
-    found = 0
-    for layer in cache.layers:
-        for name in ("keys", "values", "conv_states", "recurrent_states"):
-            kept = getattr(layer, name, None)
-            tensors = kept.values() if isinstance(kept, dict) else (kept,)
-            found += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    return found
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:

@@ -130,7 +130,7 @@ def score_document(
     """Return every group of `GROUPS`, and of distances ``distance [from, to)`` from the bulk's end, for each setting.
 
     Settings are (split, variant) pairs of `PairedPrompt.variant`. Cost: one stock prefill, the short contexts, and
-    for each setting its late layers and its tail.
+    for each setting its tail and what it writes of its late layers (`PairedPrompt.filled`).
 
     Raises:
         RidgeFillError: a variant that fills predicted no row.

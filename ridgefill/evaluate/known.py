@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class KnownLayers:
     """The first layers' outputs for the last ``rows`` rows of one prompt, noted in a pass that ends with them.
 
-    Every variant of a fill has the same layers below its split. A pass that hands these back instead of running them
-    costs what the layers from the split on do; its hooks see the true block inputs.
+    Every variant of a fill has the same layers below its split, and every edit of a filled cache those below the first
+    layer that it changes. A pass that hands these back instead of running them costs what the layers from there on do;
+    its hooks see the true block inputs.
     """
 
     def __init__(self, layout: DecoderLayout, count: int, rows: int) -> None:
@@ -46,16 +47,14 @@ class KnownLayers:
         return output[:, -self._rows :].clone()  # a view would keep all rows of every layer
 
     @contextmanager
-    def hand_back(self, count: int, noted: Cache, note: KnownLayers | None = None) -> Iterator[None]:
+    def hand_back(self, count: int, noted: Cache) -> Iterator[None]:
         """The first ``count`` layers give what is known in one pass over the tail inside the block.
 
         ``noted`` is the cache that the noted pass left, with every row: the tail's keys and values, and the states
-        behind it, are taken from there. ``note`` notes what this pass gives in turn. The pass may be of several
-        sequences that have these rows in common, where no layer keeps a state.
+        behind it, are taken from there. The pass may be of several sequences that have these rows in common, where no
+        layer keeps a state.
         """
         with ExitStack() as undo:
-            if note is not None:
-                undo.enter_context(note.note())
             for layer_idx in range(count):
                 layer = self._layout.layers[layer_idx]
                 own = vars(layer).get("forward")  # an instance's own, where a library has put one

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from ridgefill.maps import RidgeMaps, SplitMaps
 
 SELECTING_VARIANTS = ("quality", "random rows", "drop")
-# Copies of a fill whose tails run in one pass.
-_JOINED_COPIES = 8
+# Caches that are joined for one pass, which reads the weights once for all: about so many bytes of them at most.
+JOINED_BYTES = 1 << 30
+# … and so many copies of one: their tails' logits have a vocabulary's width.
+_MOST_COPIES = 8
 VARIANTS = ("fill", *SELECTING_VARIANTS, "no bulk", "identity", "direct", "head=0", "swapped")
 
 
@@ -198,12 +200,10 @@ class PairedPrompt:
         share: float = DEFAULT_SHARE,
         scorer: RowScorer | None = None,
         edit: Callable[[Any], None] | None = None,
-        note: KnownLayers | None = None,
     ) -> Iterator[FilledTail]:
         """The tail under one of `VARIANTS`, or ``stock``; decode steps from it belong inside.
 
-        ``share`` and ``scorer`` belong to `SELECTING_VARIANTS`; ``edit`` (of the filled cache) and ``note`` (of what
-        the layers give the tail) to those that fill.
+        ``share`` and ``scorer`` belong to `SELECTING_VARIANTS`, ``edit`` (of the filled cache) to those that fill.
         """
         layers, rows = self.layout.num_layers, int(self.ids.shape[1])
         span, nothing = (self.head, self.fill_end), torch.empty(0, dtype=torch.int64, device=self.ids.device)
@@ -217,7 +217,7 @@ class PairedPrompt:
                     logits = prefill_logits(model, self.ids[:, self.fill_end :], self._logits_to_keep, cache)
                 yield FilledTail(logits, cache, span, nothing, 0)
             return
-        step, bulk = self._filled(split, variant)
+        step, bulk = self.filled(split, variant)
         if edit is not None:
             edit(step.cache)
         settings, choice = self._variants.settings(split, variant), None
@@ -226,15 +226,16 @@ class PairedPrompt:
                 scorer = RandomScorer()
             choice = self._variants.choice(split, share=share, scorer=scorer, drop=variant == "drop")
             settings = replace(settings, selects_rows=True)
-        keep, shortcut = self._logits_to_keep, self._known.hand_back(split, self._cache, note)
+        keep, shortcut = self._logits_to_keep, self._known.hand_back(split, self._cache)
         with filled_tail(self._variants.model, settings, step, bulk, self.ids, choice, keep, shortcut) as filled:
             yield filled
 
     @torch.no_grad()
-    def _filled(self, split: int, variant: str) -> tuple[Step, Bulk]:
-        """A step whose cache is filled up to the tail. Variants that differ behind the fill only share it, as copies.
+    def filled(self, split: int, variant: str) -> tuple[Step, Bulk]:
+        """A new step whose cache is filled up to the tail, and what its late layers were written from.
 
-        One is kept, of the last split: variants of a split come one after the other.
+        Variants that differ only after the fill share one, and each gets a copy. It is kept until another split is
+        asked for: variants of a split come one after the other.
         """
         head = 0 if variant == "head=0" else self.head
         shared = variant in ("fill", *SELECTING_VARIANTS)
@@ -265,7 +266,7 @@ class PairedPrompt:
 
 
 class KeptFill:
-    """The plain fill of one prompt at one split, kept: its tail over edited copies costs what an edit can change.
+    """The plain fill of one prompt at one split: its tail over edited copies costs what an edit can change.
 
     Attributes:
         logits: the fill's own, of the rows that the prompt keeps logits of, ``[rows, vocab]``.
@@ -273,26 +274,26 @@ class KeptFill:
 
     def __init__(self, prompt: PairedPrompt, split: int) -> None:
         layout = prompt.layout
-        self._prompt, self._known = prompt, KnownLayers(layout, layout.num_layers, prompt.tail)
-        with prompt.variant(split, "fill", edit=self._keep, note=self._known) as filled:
+        self._prompt, self._split, self._known = prompt, split, KnownLayers(layout, layout.num_layers, prompt.tail)
+        with self._known.note(), prompt.variant(split, "fill") as filled:
             self.logits, self._cache = filled.logits, filled.cache
-
-    def _keep(self, cache: Any) -> None:
-        self._filled = copy.deepcopy(cache)
+        # States that are known are one sequence's.
+        self._most = 1 if layout.recurrent else max(1, min(_MOST_COPIES, JOINED_BYTES // caches.nbytes(filled.cache)))
 
     def edited(self, edits: Sequence[Callable[[Any], None]], first_layer: int) -> Iterator[torch.Tensor]:
         """Yield the logits over copies that each of ``edits`` has changed, in layers from ``first_layer`` on alone.
 
-        Several copies are joined for one pass, which costs little more than that of one.
+        Several copies are joined for one pass.
         """
-        layout = self._prompt.layout
-        most = 1 if layout.recurrent else _JOINED_COPIES  # states that are known are one sequence's
-        for first in range(0, len(edits), most):
-            copies = [copy.deepcopy(self._filled) for _ in edits[first : first + most]]
-            for edit, cache in zip(edits[first : first + most], copies, strict=True):
-                edit(cache)
+        for first in range(0, len(edits), self._most):
+            copies = []
+            for edit in edits[first : first + self._most]:
+                step, _ = self._prompt.filled(self._split, "fill")
+                edit(step.cache)
+                copies.append(step.cache)
             with self._known.hand_back(first_layer, self._cache):
-                yield from self._prompt.tail_logits(copies)
+                logits = self._prompt.tail_logits(copies)
+            yield from logits
 
 
 # --- the whole table -----------------------------------------------------------------------------------------------
@@ -327,8 +328,8 @@ def evaluate(
     of filled), ``no bulk`` (late layers that see no bulk row), ``identity`` (the stream handed on), ``direct``
     (`direct_ridge`: keys and values themselves predicted), ``head=0`` (no exact head rows), ``swapped`` (the maps of
     the first and the last mapped layer exchanged).
-    ``progress(done, total)`` counts windows. Cost of a window: one stock prefill, and what each scored variant's late
-    layers write, and its tail.
+    ``progress(done, total)`` counts windows. Cost of a window: one stock prefill, what late layers write (once for all
+    variants that differ only behind it), and each scored variant's tail.
 
     Raises:
         RidgeFillError: an unknown variant; a split the maps lack; a window without bulk rows; ``direct`` where

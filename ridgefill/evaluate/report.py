@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -223,16 +224,19 @@ _LETTER, _LINE = 6.8, 13
 def _free_place(
     taken: Sequence[tuple[float, float, float]], begins: Sequence[float], width: float, foot: float
 ) -> tuple[float, float, float]:
-    """The lowest place for a text that begins at one of ``begins`` and hides nothing: from, width, foot."""
+    """The nearest place inside the axes for a text that begins at one of ``begins`` and hides nothing, or ``foot``'s.
+
+    Places are: from, width, foot.
+    """
 
     def hides(begin: float, foot: float) -> bool:
         return any(begin < b + w and b < begin + width and abs(foot - f) < _LINE for b, w, f in taken)
 
-    while True:
+    for moved in itertools.chain.from_iterable((-step, step) for step in range(0, 200, 6)):
         for begin in begins:
-            if not hides(begin, foot):
-                return begin, width, foot
-        foot -= _LINE / 2
+            if 14 + _LINE <= foot + moved <= 218 and not hides(begin, foot + moved):
+                return begin, width, foot + moved
+    return begins[0], width, foot
 
 
 def _pareto(document: dict[str, Any], names: Sequence[str]) -> str:
@@ -258,8 +262,9 @@ def _pareto(document: dict[str, Any], names: Sequence[str]) -> str:
         inside = [begin for begin in (x + 8, x - 8 - width) if 60 < begin < 440 - width]
         place = _free_place(taken, inside or [x + 8], width, y + 4)
         taken.append(place)
-        if place[2] < y - _LINE:  # too far away to tell whose it is
-            body += f'<path d="M{x:.1f} {y:.1f}L{place[0]:.1f} {place[2]:.1f}" stroke="#bbb"/>'
+        if abs(place[2] - y) > _LINE:  # too far away to tell whose it is
+            nearer = place[0] if place[0] > x else place[0] + width
+            body += f'<path d="M{x:.1f} {y:.1f}L{nearer:.1f} {place[2]:.1f}" stroke="#bbb"/>'
         labels += _text(place[0], place[2], names[number])
     body += labels
     return _svg(470, 260, body, "speed-up against loss")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,6 @@ def study_splices(
     *,
     tail: int,
     head: int = 4,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SpliceStudy | None:
     """Return what each splice recovers, over prompts ``[1, rows]``, or None where there is nothing to recover.
 
@@ -97,33 +96,31 @@ def study_splices(
     if not prompts:
         raise RidgeFillError(f"split {split}: 0 prompts to splice, expected at least one")
     layout, device = variants.layout, variants.layout.embeddings.device
+    if not late:
+        return None
     pairs = [PairedPrompt(variants, ids.to(device), tail=tail, head=head, splits=(split,)) for ids in prompts]
     fills = [KeptFill(pair, split) for pair in pairs]
-    filled = sum(_kl(pair, fill.logits) for pair, fill in zip(pairs, fills, strict=True)) / len(pairs) if late else 0.0
+    filled = sum(_kl(pair, fill.logits) for pair, fill in zip(pairs, fills, strict=True)) / len(pairs)
     if filled < _LEAST_KL:
         return None
+
+    def recover(splices: Sequence[Splice]) -> dict[Splice, Recovered]:
+        """Those that begin at the same layer together."""
+        found = {}
+        for first_layer in sorted({splice.layers[0] for splice in splices}):
+            of_layer = list(dict.fromkeys(splice for splice in splices if splice.layers[0] == first_layer))
+            kls = [_spliced_kls(pair, fill, of_layer) for pair, fill in zip(pairs, fills, strict=True)]
+            for splice, of_prompts in zip(of_layer, zip(*kls, strict=True), strict=True):
+                kl = sum(of_prompts) / len(pairs)
+                found[splice] = Recovered(splice, kl, 1 - kl / filled)
+        return found
+
     components = _kept(layout, late)
     everything = components[-1]
     whole = [Splice(component, late) for component in components]
     layers = [Splice(name, (layer,)) for name in _BY_LAYER for layer in late if name in _kept(layout, [layer])]
     upwards = [Splice(everything, late[: number + 1]) for number in range(len(late))]
     downwards = [Splice(everything, late[number:]) for number in reversed(range(len(late)))]
-    done, total = 0, len(whole) + len(layers) + len(upwards) + len(downwards)
-
-    def recover(splices: Sequence[Splice]) -> dict[Splice, Recovered]:
-        """Those that begin at the same layer together."""
-        nonlocal done
-        found = {}
-        for first_layer in sorted({splice.layers[0] for splice in splices}):
-            progress(min(done, total), total)
-            of_layer = list(dict.fromkeys(splice for splice in splices if splice.layers[0] == first_layer))
-            kls = [_spliced_kls(pair, fill, of_layer) for pair, fill in zip(pairs, fills, strict=True)]
-            for splice, of_prompts in zip(of_layer, zip(*kls, strict=True), strict=True):
-                kl = sum(of_prompts) / len(pairs)
-                found[splice] = Recovered(splice, kl, 1 - kl / filled)
-            done += len(of_layer)
-        return found
-
     found = recover([*whole, *layers, *upwards, *downwards])
     by_keys = sorted((s for s in layers if s.component == "keys"), key=lambda s: -found[s].share)[:_WORST_LAYERS]
     heads = [
@@ -132,7 +129,6 @@ def study_splices(
         for kv_head in range(pairs[0].exact_rows(splice.layers[0])[0].shape[1])
     ]
     found |= recover(heads)
-    progress(total, total)
 
     def of(splices: Sequence[Splice]) -> list[Recovered]:
         return [found[splice] for splice in splices]
