@@ -39,7 +39,7 @@ from ridgefill.evaluate.stats import mean_interval
 from ridgefill.evaluate.windows import Window, held_out_windows, unseen_texts
 from ridgefill.layout import DecoderLayout
 from ridgefill.maps import RidgeMaps
-from ridgefill.rows import WAITING
+from ridgefill.rows import WAITING, Selection
 
 TOKENS, TAIL, HEAD = 2048, 256, 4
 
@@ -47,6 +47,12 @@ TOKENS, TAIL, HEAD = 2048, 256, 4
 @contextlib.contextmanager
 def biased(layout: DecoderLayout, split: int, bias: float, *, tail: int, head: int, fill_end: int) -> Iterator[None]:
     """Add ``bias`` to the logits of the filled rows in each layer above ``split``, while a tail runs over a cache."""
+
+    awaiting: list[Selection] = []  # what chooses rows when the tail reaches the split, from then on their keeper
+
+    def note(*_: Any) -> None:
+        if WAITING.selection is not None:
+            awaiting[:] = [WAITING.selection]
 
     def lean(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden_states, mask = args[0] if args else kwargs["hidden_states"], kwargs["attention_mask"]
@@ -57,11 +63,12 @@ def biased(layout: DecoderLayout, split: int, bias: float, *, tail: int, head: i
             mask = torch.zeros_like(mask, dtype=hidden_states.dtype).masked_fill_(~mask, lowest)
         filled = torch.zeros(mask.shape[-1], dtype=mask.dtype, device=mask.device)
         filled[head:fill_end] = bias
-        if (selection := WAITING.selection) is not None and selection.rows is not None:
+        for selection in awaiting:
             filled[selection.rows[0]] = 0
         return args, {**kwargs, "attention_mask": mask + filled}
 
     with contextlib.ExitStack() as undo:
+        undo.callback(layout.layers[split].register_forward_pre_hook(note).remove)  # before the hook that chooses
         for layer in list(layout.layers)[split + 1 :]:  # the split layer's own rows are exact
             undo.callback(layer.register_forward_pre_hook(lean, with_kwargs=True).remove)
         yield
@@ -74,6 +81,7 @@ def score_window(
     prompt = PairedPrompt(variants, window.ids, tail=tail, head=HEAD, splits=splits)
     found = []
     for split in splits:
+        variants.settings(split)  # made by attaching, which calls the model: not under a bias
         for bias in (0.0, *biases):
             under = functools.partial(biased, variants.layout, split, bias)
             with (

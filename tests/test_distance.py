@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -132,5 +133,10 @@ def test_a_summary_weighs_tokens_and_pairs_documents() -> None:
     assert (found.kl.estimate, found.dnll.estimate, found.agree.estimate) == (1.0, 2.0, 0.5)
     assert differences(scores, 3, "fill", "x", "whole tail") == [3.0, -1.0]
     assert summarise([score("a", "fill", 0, 0.0), score("b", "fill", 0, 0.0)], 3, "fill", "whole tail") is None
-    with pytest.raises(RidgeFillError, match="at least two"):
+    # One text without such a token is no unit: half the resamples of two would have nothing to divide by.
+    assert summarise([score("a", "fill", 1, 1.0), score("b", "fill", 0, 0.0)], 3, "fill", "whole tail") is None
+    with_empty = summarise([*scores, score("c", "fill", 0, 0.0)], 3, "fill", "whole tail")
+    assert with_empty == found
+    assert math.isfinite(found.kl.high)
+    with pytest.raises(RidgeFillError, match="1 documents, intervals need two"):
         summarise(scores[:1], 3, "fill", "whole tail")

@@ -183,15 +183,20 @@ class GroupSummary:
 
 
 def summarise(scores: Sequence[GroupScore], split: int, variant: str, group: str) -> GroupSummary | None:
-    """Return one group of one setting over all documents, or None where no document has such a token.
+    """Return one group of one setting over the documents that have such tokens, or None where fewer than two have.
+
+    A document without any would leave resamples in which there is nothing to divide by.
 
     Raises:
         RidgeFillError: there are fewer than two documents.
     """
-    own = [s for s in scores if (s.split, s.variant, s.group) == (split, variant, group)]
-    counts = [float(s.tokens) for s in own]
-    if own and not any(counts):
+    of_setting = [s for s in scores if (s.split, s.variant, s.group) == (split, variant, group)]
+    if len(of_setting) < 2:
+        raise RidgeFillError(f"split {split}, {variant}, {group}: {len(of_setting)} documents, intervals need two")
+    own = [s for s in of_setting if s.tokens]
+    if len(own) < 2:
         return None
+    counts = [float(s.tokens) for s in own]
     figures = (ratio_interval([getattr(s, name) for s in own], counts) for name in ("kl", "dnll", "agree"))
     return GroupSummary(int(sum(counts)), len(own), *figures)
 

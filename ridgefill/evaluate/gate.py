@@ -425,7 +425,7 @@ def _distance_line(
         summary = groups[group]
         if summary is None:
             verdicts.append("undecided")
-            reasons.append(f"{group}: no text has such a token")
+            reasons.append(f"{group}: fewer than two texts have such a token")
             continue
         interval = getattr(summary, figure)
         verdicts.append(verdict_of(interval.low, interval.high, limit))

@@ -85,13 +85,14 @@ _LIMITS = (
 def write_report(folder: Path, run: GateRun) -> None:
     """Write a gate's index.html, gate.json, config.json and results.jsonl (every answer and score) into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
+    # First what all else was computed from: it took the time.
+    lines = [{"line": "needles", **asdict(answer)} for answer in run.answers]
+    lines += [{"line": "distance", **asdict(score)} for score in run.scores]
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     document = json.loads(json.dumps(run.document, allow_nan=False))  # names become strings, as a reader will find them
     (folder / "gate.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     config = {name: document[name] for name in ("settings", "model", "dtype", "maps", "machine")}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    lines = [{"line": "needles", **asdict(answer)} for answer in run.answers]
-    lines += [{"line": "distance", **asdict(score)} for score in run.scores]
-    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (folder / "index.html").write_text(page(document), encoding="utf-8")
 
 
