@@ -39,6 +39,7 @@ from ridgefill.evaluate.stats import mean_interval
 from ridgefill.evaluate.windows import Window, held_out_windows, unseen_texts
 from ridgefill.layout import DecoderLayout
 from ridgefill.maps import RidgeMaps
+from ridgefill.options import DEFAULT_SHARE
 from ridgefill.rows import WAITING, Selection
 
 TOKENS, TAIL, HEAD = 2048, 256, 4
@@ -81,7 +82,7 @@ def score_window(
     prompt = PairedPrompt(variants, window.ids, tail=tail, head=HEAD, splits=splits)
     found = []
     for split in splits:
-        variants.settings(split)  # made by attaching, which calls the model: not under a bias
+        variants.choice(split, share=DEFAULT_SHARE)  # made once by calls of the model: not under a bias
         for bias in (0.0, *biases):
             under = functools.partial(biased, variants.layout, split, bias)
             with (
