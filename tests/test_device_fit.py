@@ -193,7 +193,7 @@ def test_memory_that_will_not_do_names_the_host_path() -> None:
     system = RidgeSystem(moments)
     assert system.bytes_needed(2) == 8 * 4 * (4 + 2)
     system.check_memory(2, 192)
-    with pytest.raises(KernelError, match=r"4 inputs and 2 targets at once need 0.0 GB .* on the host \(solve\."):
+    with pytest.raises(KernelError, match=r"4 inputs and 2 targets at once need 0.0 GB .* on the host \(ridge\."):
         system.check_memory(2, 191)
 
 
