@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,23 @@ json_path = click.option(
     callback=_writable,
     help="Also write everything to this file.",
 )
+
+
+def journal(default: str | None = None) -> Any:
+    """The click option ``--journal``: the file that keeps what is finished (`ridgefill.evaluate.journal`)."""
+    return click.option(
+        "--journal",
+        "journal_path",
+        default=default,
+        show_default=default is not None,
+        type=click.Path(path_type=Path),
+        help="Keep what is finished here.",
+    )
+
+
+def sha256(path: Path) -> str:
+    """Return the digest of a file, by which a journal knows the maps that it goes on with."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def load(folder: Path, dtype: str = "float32", threads: int | None = None) -> tuple[Any, Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -255,7 +254,7 @@ def print_table(console: Console, outcomes: Sequence[Outcome]) -> None:
 @click.option("--splits", default="20", show_default=True, callback=common.numbers(int))
 @click.option("--per-kind", default=112, type=click.IntRange(min=12), show_default=True)
 @common.threads
-@click.option("--journal", "journal_path", type=click.Path(path_type=Path), help="Keep finished cases here; with MAPS.")
+@common.journal()
 @common.json_path
 def main(
     maps: Path | None,
@@ -278,7 +277,7 @@ def main(
     unseen_texts(loaded)
     journal = None
     if maps is not None and journal_path is not None:
-        configuration = {"maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(), "per_kind": per_kind}
+        configuration = {"maps_sha256": common.sha256(maps), "per_kind": per_kind}
         journal = Journal(journal_path, configuration)
     console, progress = Console(width=140), Console(stderr=True)
     outcomes, words = [], []

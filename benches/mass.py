@@ -12,8 +12,6 @@ interrupted.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -84,11 +82,8 @@ def score_window(
     for split in splits:
         variants.choice(split, share=DEFAULT_SHARE)  # made once by calls of the model: not under a bias
         for bias in (0.0, *biases):
-            under = functools.partial(biased, variants.layout, split, bias)
-            with (
-                under(tail=tail, head=HEAD, fill_end=prompt.fill_end),
-                prompt.variant(split, "quality") as filled,
-            ):
+            leaning = biased(variants.layout, split, bias, tail=tail, head=HEAD, fill_end=prompt.fill_end)
+            with leaning, prompt.variant(split, "quality") as filled:
                 score = score_tail(prompt.stock, filled.logits, window.ids, rows_filled=filled.rows_filled)
             if not score.rows_filled:
                 raise RidgeFillError(f"{window.name}, split {split}: no row was filled")
@@ -126,7 +121,7 @@ def print_table(console: Console, split: int, lines: Sequence[dict[str, Any]], b
 @click.option("--biases", default="-1,-0.5,-0.25,0.25", show_default=True, callback=numbers(float))
 @click.option("--windows", default=24, type=click.IntRange(min=3), show_default=True, help="Of all kinds together.")
 @common.threads
-@click.option("--journal", "journal_path", default="mass.jsonl", show_default=True, type=click.Path(path_type=Path))
+@common.journal("mass.jsonl")
 def main(
     maps: Path,
     folder: Path,
@@ -143,7 +138,7 @@ def main(
     loaded = RidgeMaps.load(maps)
     unseen_texts(loaded)
     configuration = {
-        "maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(),
+        "maps_sha256": common.sha256(maps),
         "splits": splits,
         "biases": biases,
         "windows": windows,

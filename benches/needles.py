@@ -13,7 +13,6 @@ a bar of issue 5 is missed.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +101,7 @@ def print_table(console: Console, answers: list[Answer], splits: Sequence[int], 
 @click.option("--head", default=4, show_default=True)
 @common.dtype
 @common.threads
-@click.option("--journal", "journal_path", default="needles.jsonl", show_default=True, type=click.Path(path_type=Path))
+@common.journal("needles.jsonl")
 def main(
     maps: Path,
     folder: Path,
@@ -122,7 +121,7 @@ def main(
     loaded = RidgeMaps.load(maps)
     settings = settings_of(splits, shares)
     configuration = {
-        "maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(),
+        "maps_sha256": common.sha256(maps),
         "model": loaded.fingerprint["name"],
         "settings": [dataclasses.astuple(setting) for setting in settings],
         "lengths": lengths,

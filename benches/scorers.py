@@ -10,7 +10,6 @@ prompts are kept in the journal: the same command goes on where it was interrupt
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import statistics
@@ -132,7 +131,7 @@ def print_table(console: Console, split: int, done: dict[str, list[dict[str, Any
 @click.option("--needles", default=24, type=click.IntRange(min=2), show_default=True)
 @click.option("--only", multiple=True, help="Scorers, by a part of their name.")
 @common.threads
-@click.option("--journal", "journal_path", default="scorers.jsonl", show_default=True, type=click.Path(path_type=Path))
+@common.journal("scorers.jsonl")
 def main(
     maps: Path,
     folder: Path,
@@ -151,7 +150,7 @@ def main(
     model, tokenizer = common.load(folder, threads=threads)
     loaded = RidgeMaps.load(maps)
     configuration = {
-        "maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(),
+        "maps_sha256": common.sha256(maps),
         "splits": splits,
         "share": share,
         "windows": windows,

@@ -138,5 +138,5 @@ def test_a_summary_weighs_tokens_and_pairs_documents() -> None:
     with_empty = summarise([*scores, score("c", "fill", 0, 0.0)], 3, "fill", "whole tail")
     assert with_empty == found
     assert math.isfinite(found.kl.high)
-    with pytest.raises(RidgeFillError, match="1 documents, intervals need two"):
+    with pytest.raises(RidgeFillError, match="at least two"):
         summarise(scores[:1], 3, "fill", "whole tail")

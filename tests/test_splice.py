@@ -116,8 +116,9 @@ def test_a_splice_touches_its_rows_layers_and_heads_alone() -> None:
         assert torch.equal(cache.layers[4].values, before["values"])
         assert torch.equal(cache.layers[5].keys, before["other"])
 
-    with pair.variant(3, "fill", edit=edit):
-        assert before
+    step, _ = pair.filled(3, "fill")
+    edit(step.cache)
+    assert before
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -130,8 +131,9 @@ def test_edits_of_a_kept_fill_give_what_a_whole_pass_each_gives(family: str) -> 
     edits = [partial(put_back, pair, Splice(component, (5,))) for component in ("keys", "values", "both") * 3]
     expected = []
     for edit in edits[:3]:
-        with pair.variant(3, "fill", edit=edit) as filled:
-            expected.append(filled.logits)
+        step, _ = pair.filled(3, "fill")
+        edit(step.cache)
+        expected += pair.tail_logits([step.cache])  # through every layer
     assert not torch.allclose(expected[0], expected[1])
     for first_layer in (3, 4, 5):
         found = list(kept.edited(edits, first_layer))  # more than one pass holds

@@ -17,13 +17,13 @@ from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.filled import FilledTail
 from ridgefill.evaluate.needle import Item
 from ridgefill.evaluate.paired import JOINED_BYTES, PairedPrompt, Variants
+from ridgefill.evaluate.quality import last_logits
 from ridgefill.evaluate.stats import McNemar, exact_mcnemar
-from ridgefill.layout import cache_argument_name, decoder_layout
+from ridgefill.layout import decoder_layout
 from ridgefill.scorers import SpanScorer
 
 if TYPE_CHECKING:
     from torch import nn
-
 
 # What a model may say beyond the answer's own tokens.
 _SPARE_TOKENS = 3
@@ -185,7 +185,7 @@ def _as_expected(
             continue
         cache = joined(decoder_layout(model), [tails[number].cache for number in asked])
         ids = torch.tensor(wanted, device=tails[0].logits.device).expand(len(asked), -1)
-        followers = _next_logits(model, ids, cache).argmax(-1).tolist()  # what follows each of them
+        followers = last_logits(model, ids, len(wanted), cache).argmax(-1).tolist()  # what follows each of them
         for number, following in zip(asked, followers, strict=True):
             answer = [*wanted, following[-1]]
             if following[:-1] == wanted[1:] and is_end(answer):
@@ -209,14 +209,7 @@ def _decoded(model: nn.Module, tails: Sequence[FilledTail], is_end: Callable[[Se
                 open_answers.remove(number)
         if not open_answers:
             return found
-        logits = _next_logits(model, tokens.unsqueeze(1), cache)[:, -1]
-
-
-def _next_logits(model: nn.Module, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """What follows each of the tokens ``[answers, tokens]``, which the cache grows by: ``[answers, tokens, vocab]``."""
-    arguments = {str(cache_argument_name(model.forward)): cache}
-    logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=ids.shape[1], **arguments).logits
-    return logits
+        logits = last_logits(model, tokens.unsqueeze(1), 1, cache)[:, -1]
 
 
 def _end_ids(model: Any, tokenizer: Any) -> set[int]:

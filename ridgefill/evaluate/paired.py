@@ -17,8 +17,8 @@ from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.controls import direct_ridge, identity_maps, late_layers_without_bulk, swapped_maps
 from ridgefill.evaluate.filled import FilledTail, filled_tail
 from ridgefill.evaluate.known import KnownLayers
-from ridgefill.evaluate.quality import Score, prefill_logits, score_tail
-from ridgefill.layout import cache_argument_name, decoder_layout
+from ridgefill.evaluate.quality import Score, last_logits, prefill_logits, score_tail
+from ridgefill.layout import decoder_layout
 from ridgefill.options import DEFAULT_SHARE
 from ridgefill.prefill import Bulk, FillSettings, Step, write_late_layers
 from ridgefill.rows import Gate, SelectionSettings, attention_scorer, selection_settings
@@ -182,14 +182,11 @@ class PairedPrompt:
                 caches.copy_state(cache, layer_idx, self._states[seen])
         return cache
 
-    @torch.no_grad()
     def tail_logits(self, copies: Sequence[Any]) -> torch.Tensor:
         """Run the tail over several caches of the rows before it in one pass; ``[copies, rows kept, vocab]``."""
-        model, ids = self._variants.model, self.ids[:, self.fill_end :].expand(len(copies), -1)
         cache = copies[0] if len(copies) == 1 else caches.joined(self.layout, copies)
-        arguments = {str(cache_argument_name(model.forward)): cache}
-        logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=self._logits_to_keep, **arguments).logits
-        return logits
+        ids = self.ids[:, self.fill_end :].expand(len(copies), -1)
+        return last_logits(self._variants.model, ids, self._logits_to_keep, cache)
 
     @contextmanager
     def variant(
@@ -199,11 +196,10 @@ class PairedPrompt:
         *,
         share: float = DEFAULT_SHARE,
         scorer: RowScorer | None = None,
-        edit: Callable[[Any], None] | None = None,
     ) -> Iterator[FilledTail]:
         """The tail under one of `VARIANTS`, or ``stock``; decode steps from it belong inside.
 
-        ``share`` and ``scorer`` belong to `SELECTING_VARIANTS`, ``edit`` (of the filled cache) to those that fill.
+        ``share`` and ``scorer`` belong to `SELECTING_VARIANTS`.
         """
         layers, rows = self.layout.num_layers, int(self.ids.shape[1])
         span, nothing = (self.head, self.fill_end), torch.empty(0, dtype=torch.int64, device=self.ids.device)
@@ -218,8 +214,6 @@ class PairedPrompt:
                 yield FilledTail(logits, cache, span, nothing, 0)
             return
         step, bulk = self.filled(split, variant)
-        if edit is not None:
-            edit(step.cache)
         settings, choice = self._variants.settings(split, variant), None
         if variant in SELECTING_VARIANTS:
             if variant == "random rows":

@@ -42,11 +42,19 @@ class Score:
 
 
 @torch.no_grad()
+def last_logits(model: nn.Module, ids: torch.Tensor, count: int, cache: Any = None) -> torch.Tensor:
+    """Return the logits of the last ``count`` positions, ``[batch, count, vocab]``, of one pass over ``ids``.
+
+    ``ids`` is ``[batch, rows]``; ``cache`` holds the rows before them, if there are any, and grows by them.
+    """
+    arguments = {} if cache is None else {str(cache_argument_name(model.forward)): cache}
+    logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=count, **arguments).logits
+    return logits
+
+
 def prefill_logits(model: nn.Module, ids: torch.Tensor, tail: int, cache: Any = None) -> torch.Tensor:
     """Return the logits of the last ``tail`` positions, ``[tail, vocab]``, of one prefill of ``ids`` ``[1, rows]``."""
-    arguments = {} if cache is None else {str(cache_argument_name(model.forward)): cache}
-    logits: torch.Tensor = model(ids, use_cache=True, logits_to_keep=tail, **arguments).logits[0]
-    return logits
+    return last_logits(model, ids, tail, cache)[0]
 
 
 @dataclass(frozen=True)
