@@ -63,7 +63,7 @@ test: lint
 # The tests that meet transformers most, under the oldest release that is supported and one between; `make test` has the
 # newest. Everything else is the environment of `make test`.
 TRANSFORMERS := 5.16.1 5.20.0
-VERSION_TESTS := tests/test_families.py tests/test_prefill.py tests/test_attach.py tests/test_calls.py
+VERSION_TESTS := tests/test_families.py tests/test_prefill.py tests/test_attach.py tests/test_calls.py tests/test_runtimes.py
 test-versions: setup
 	for version in $(TRANSFORMERS); do \
 	  folder=build/transformers-$$version; \

@@ -67,7 +67,7 @@ def test_scores_do_not_depend_on_the_block_that_they_are_computed_in(monkeypatch
     stock, other = torch.randn(130, 11), torch.randn(130, 11)
     ids = torch.randint(0, 11, (1, 140))
     whole = score_tail(stock, other, ids, rows_filled=1)
-    monkeypatch.setattr("ridgefill.evaluate.quality._SCORE_ROWS", 7)
+    monkeypatch.setattr("ridgefill.evaluate.quality._SCORED_LOGITS", 7 * 11)
     blocks = score_tail(stock, other, ids, rows_filled=1)
     assert blocks.kl == pytest.approx(whole.kl, rel=1e-6)
     assert blocks.dnll == pytest.approx(whole.dnll, rel=1e-6)

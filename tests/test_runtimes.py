@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny import SPLIT, TAIL, call, left_padded, prompt, random_maps, tiny_model
 from torch import nn
 from transformers import CompileConfig, DynamicCache, StaticCache
@@ -21,6 +22,7 @@ ROWS, HEAD, MIN_BULK, PAD = 160, 4, 16, 7
 SETTINGS: dict[str, Any] = {"tail": TAIL, "head": HEAD, "min_bulk": MIN_BULK}
 FILLED = ROWS - TAIL - HEAD
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+FEW: dict[str, Any] = {**GREEDY, "max_new_tokens": 4, "min_new_tokens": 4}
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -234,19 +236,39 @@ def test_flex_attention_fills(flex: nn.Module, padded: bool) -> None:
 
 @RUN_AS_WRITTEN
 @DEPRECATED
-def test_flex_attention_generates_and_refuses_by_name(flex: nn.Module) -> None:
-    ids, maps = prompt(ROWS), random_maps(tiny_model("llama"))
-    few = {**GREEDY, "max_new_tokens": 4, "min_new_tokens": 4}
-    answer = flex.generate(ids, **few)
-    with ridgefill.attach(flex, maps, tier="plumb", **SETTINGS) as attachment:
-        assert torch.equal(flex.generate(ids, **few), answer)
+def test_flex_attention_generates(flex: nn.Module) -> None:
+    ids = prompt(ROWS)
+    answer = flex.generate(ids, **FEW)
+    with ridgefill.attach(flex, random_maps(tiny_model("llama")), tier="plumb", **SETTINGS) as attachment:
+        assert torch.equal(flex.generate(ids, **FEW), answer)
         assert attachment.status()["rows_filled"] == FILLED
-        # generate makes the mask of a static cache itself, and a block mask does not say what it hides.
-        static = flex.generate(ids, cache_implementation="static", disable_compile=True, **few)
-        assert torch.equal(static, answer)
+
+
+@RUN_AS_WRITTEN
+@DEPRECATED
+@pytest.mark.skipif(
+    transformers.__version__ == "5.20.0",
+    reason="transformers 5.20.0 itself fails here: its generate calls contiguous() on a block mask",
+)
+def test_flex_attention_over_a_static_cache_runs_stock_by_name(flex: nn.Module) -> None:
+    """generate makes the mask of a static cache itself, and a block mask does not say what it hides."""
+    ids, static = prompt(ROWS), {"cache_implementation": "static", "disable_compile": True, **FEW}
+    answer = flex.generate(ids, **static)
+    with ridgefill.attach(flex, random_maps(tiny_model("llama")), tier="plumb", **SETTINGS) as attachment:
+        assert torch.equal(flex.generate(ids, **static), answer)
         assert attachment.status()["rows_filled"] == 0
         assert "BlockMask" in attachment.status()["reason"]
-        with pytest.raises(UnsupportedModelError, match="'flex_attention'"), attachment.request(exact_spans=[(5, 9)]):
-            pass
-    with pytest.raises(UnsupportedModelError, match="'flex_attention' attention cannot"):
+
+
+@RUN_AS_WRITTEN
+@DEPRECATED
+def test_flex_attention_refuses_selected_rows_by_name(flex: nn.Module) -> None:
+    maps, attention = random_maps(tiny_model("llama")), "'flex_attention'"
+    with (
+        ridgefill.attach(flex, maps, tier="plumb", **SETTINGS) as attachment,
+        pytest.raises(UnsupportedModelError, match=attention),
+        attachment.request(exact_spans=[(5, 9)]),
+    ):
+        pass
+    with pytest.raises(UnsupportedModelError, match=f"{attention} attention cannot"):
         ridgefill.attach(flex, maps, tier="quality", **SETTINGS)

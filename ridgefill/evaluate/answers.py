@@ -18,7 +18,7 @@ from ridgefill.evaluate.filled import FilledTail
 from ridgefill.evaluate.needle import Item
 from ridgefill.evaluate.paired import JOINED_BYTES, PairedPrompt, Variants
 from ridgefill.evaluate.quality import last_logits
-from ridgefill.evaluate.stats import McNemar, exact_mcnemar
+from ridgefill.evaluate.stats import McNemar, exact_mcnemar, scipy_stats
 from ridgefill.layout import decoder_layout
 from ridgefill.scorers import SpanScorer
 
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 _SPARE_TOKENS = 3
 # Lengths are usable where the stock model answers at least this share (issue 7).
 LEAST_STOCK_ACCURACY = 0.9
-# … of so many prompts.
+# … of so many prompts, and is not certainly worse, with this p-value, over those that follow.
 _STOCK_SAMPLE = 10
+_STOCK_P = 0.05
 # Needles lost with this p-value are lost: looking after every prompt does not change that.
 _CERTAIN_P = 1e-3
 # Variants whose decode steps see masks of their own.
@@ -335,7 +336,7 @@ def ask_in_turns(
 
     ``groups`` are the items by their length and number of needles. A fill cannot lose what the model itself cannot
     find: a group is dropped, its answers too, once stock cannot reach `LEAST_STOCK_ACCURACY` of its first ones any
-    more. A setting that has lost beyond doubt is asked no more. It ends early when ``enough``, of the items asked and
+    more, or is certainly below it later. A setting that has lost beyond doubt is asked no more. It ends early when ``enough``, of the items asked and
     the groups that are left, says so.
 
     Raises:
@@ -355,8 +356,7 @@ def ask_in_turns(
         found[group] += answer_item(variants, tokenizer, item, open_settings, tail=tail)
         asked += 1
         right = [answer.right for answer in found[group] if answer.variant == "stock"]
-        sample = min(_STOCK_SAMPLE, len(groups[group]))
-        if len(right) <= sample and right.count(False) > sample - math.ceil(LEAST_STOCK_ACCURACY * sample):
+        if _fails(right, min(_STOCK_SAMPLE, len(groups[group]))):
             dropped.append(f"{sum(right)} of {len(right)} prompts of {group[0]:,} tokens with {group[1]} needles")
             del found[group]
             asked -= len(right)
@@ -371,6 +371,14 @@ def ask_in_turns(
             f"{LEAST_STOCK_ACCURACY:.0%} on: name shorter lengths"
         )
     return [answer for answers in found.values() for answer in answers], usable
+
+
+def _fails(right: Sequence[bool], sample: int) -> bool:
+    """Whether stock's outcomes on a group so far say that it answers too few: of the first ``sample``, or of more."""
+    if len(right) > sample:
+        test = scipy_stats().binomtest(sum(right), len(right), LEAST_STOCK_ACCURACY, alternative="less")
+        return bool(test.pvalue < _STOCK_P)
+    return right.count(False) > sample - math.ceil(LEAST_STOCK_ACCURACY * sample)
 
 
 def _beyond_doubt(answers: Sequence[Answer], setting: Setting) -> bool:

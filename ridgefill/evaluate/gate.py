@@ -54,9 +54,10 @@ CONTROLS = {"swapped": "speed", "head=0": "speed", "random rows": "quality"}
 # bulk at all, unselected rows dropped.
 BASELINES = ("identity", "direct", "no bulk", "drop")
 # Parts of the budget at which a line ends, once it has its least number of prompts.
-_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.74, 0.8, 0.9
+_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.7, 0.78, 0.9
 _LEAST_ITEMS, _LEAST_DOCUMENTS = 8, 3
-_SPLICE_PROMPTS, _SPLICE_TAIL = 2, 64
+# Splices cost their tails' logits: 32 rows of 262,144 words, 64 of half as many or fewer.
+_SPLICE_PROMPTS, _SPLICE_TAIL, _SPLICE_LOGITS = 2, 64, 1 << 23
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ def _splice(
     selectable: bool,
 ) -> dict[str, Any]:
     """One split's splices, on short tails: what they cost is the tail's passes."""
-    tail = min(settings.tail, _SPLICE_TAIL)
+    tail = min(settings.tail, _SPLICE_TAIL, max(2, _SPLICE_LOGITS // variants.layout.embeddings.shape[0]))
     rows = min(longest, 1024)
     prompts = [document.ids[:, :rows] for document in documents[:_SPLICE_PROMPTS]]
     study = study_splices(variants, prompts, split, tail=tail, head=settings.head)
