@@ -32,13 +32,20 @@ _QUERIES_ONLY = "ridgefill_queries"
 class Ranking:
     """Scores of the bulk's rows, ``[batch, bulk]``: higher is chosen first, -inf never by this ranking.
 
-    ``part`` is the share of the budget that it spends. ``log_attention``, where scores are that no more: the log of
+    ``part`` is the share of the budget that it spends, more where that is less than ``least_rows``, but not beyond
+    ``most_part``. ``log_attention``, where scores are that no more: the log of
     the largest probability that a query gives a row or a neighbour; share ``auto`` counts by it.
     """
 
     scores: torch.Tensor
     part: float = 1.0
     log_attention: torch.Tensor | None = None
+    least_rows: int = 0
+    most_part: float = 1.0
+
+    def rows(self, budget: int) -> int:
+        """How many of so many rows it spends."""
+        return max(math.ceil(self.part * budget), min(self.least_rows, int(self.most_part * budget)))
 
     def among(self, rows: torch.Tensor) -> Ranking:
         """The same of some rows only, by their positions in the bulk ``[batch, count]``."""
@@ -69,7 +76,7 @@ def choose_rows(rankings: Sequence[Ranking], count: int) -> torch.Tensor:
         left = count
         for number, ranking in enumerate(rankings, start=1):
             scores = ranking.scores[sequence].masked_fill(chosen, -torch.inf)
-            part = min(math.ceil(ranking.part * count), left, int((scores > -torch.inf).sum()))
+            part = min(ranking.rows(count), left, int((scores > -torch.inf).sum()))
             if number == len(rankings):
                 part = left
                 scores = ranking.scores[sequence].clamp_min(torch.finfo(scores.dtype).min)
@@ -157,7 +164,8 @@ class AttentionScorer:
     """Ranks rows by the largest attention probability that any head and any tail query gives them.
 
     Part of the budget goes to the last queries alone: a maximum over hundreds of tail queries crowds out the row that
-    only the question asks for. Rows share scores with their neighbours, because a fact is a run of rows: with the last
+    only the question asks for. A fact is as long in a short prompt as in a long one, so that they get a number of rows
+    at least, up to half of all. Rows share scores with their neighbours, because a fact is a run of rows: with the last
     queries as they are, so that an answer comes whole, with all of them less by distance, so that a row which is
     hardly looked at brings no crowd of rows that nothing looks at.
 
@@ -165,6 +173,7 @@ class AttentionScorer:
         predicted: look at the late layers too, with predicted queries and keys.
         last_queries: the tail's last rows that have a budget of their own.
         last_part: that budget, as a part of the whole.
+        last_rows: how many rows it is at least, as far as these are half of the whole or fewer.
         pool_rows: neighbours that share a score, an odd number, the row itself in the middle.
         fall: what a score by all queries loses for each row between neighbours, in nats.
     """
@@ -172,6 +181,7 @@ class AttentionScorer:
     predicted: bool = False
     last_queries: int = 32
     last_part: float = 0.25
+    last_rows: int = 48
     pool_rows: int = 15
     fall: float = 0.5
 
@@ -183,7 +193,7 @@ class AttentionScorer:
         found = [tail.log_attention(layer_idx, last_queries=self.last_queries) for layer_idx in layers]
         everywhere, at_the_end = (torch.stack(scores).amax(0) for scores in zip(*found, strict=True))
         return (
-            Ranking(shared(at_the_end, self.pool_rows), self.last_part),
+            Ranking(shared(at_the_end, self.pool_rows), self.last_part, least_rows=self.last_rows, most_part=0.5),
             Ranking(
                 shared(everywhere, self.pool_rows, self.fall), 1 - self.last_part, shared(everywhere, self.pool_rows)
             ),
@@ -247,7 +257,11 @@ class UnionScorer:
 
     def __call__(self, tail: TailView) -> Sequence[Ranking]:
         """All their rankings."""
-        return [replace(r, part=part * r.part) for scorer, part in self.scorers for r in scorer(tail)]
+        return [
+            replace(ranking, part=part * ranking.part, most_part=part * ranking.most_part)
+            for scorer, part in self.scorers
+            for ranking in scorer(tail)
+        ]
 
 
 def shared(scores: torch.Tensor, rows: int, fall: float = 0.0) -> torch.Tensor:

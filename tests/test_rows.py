@@ -80,6 +80,11 @@ def test_a_budget_is_spent_in_parts_without_repeating_a_row() -> None:
     assert choose_rows([Ranking(first, 0.5), Ranking(second, 0.5)], 4).tolist() == [[0, 1, 2, 5]]
     assert choose_rows([Ranking(first, 0.5), Ranking(second, 0.5)], 1).tolist() == [[1]]
     assert choose_rows([Ranking(first), Ranking(second, 0.0)], 3).tolist() == [[1, 2, 4]]
+    third = torch.tensor([[0.0, 1, 2, 9, 8, 0]])
+    assert choose_rows([Ranking(third, 0.25), Ranking(second, 0.75)], 4).tolist() == [[0, 1, 2, 3]]
+    least = Ranking(third, 0.25, least_rows=4, most_part=0.5)
+    assert [least.rows(budget) for budget in (1, 4, 6, 8, 16, 17)] == [1, 2, 3, 4, 4, 5]
+    assert choose_rows([least, Ranking(second, 0.75)], 4).tolist() == [[1, 2, 3, 4]]
     two = torch.stack([first[0], -first[0]])
     assert choose_rows([Ranking(two)], 2).tolist() == [[1, 2], [0, 5]]
 
@@ -138,6 +143,14 @@ def test_all_queries_share_less_than_the_last_ones() -> None:
     assert choose_rows(rankings, 10)[0].tolist() == [18, 19, 20, 21, 22, 38, 39, 40, 41, 42]
     rankings = AttentionScorer(pool_rows=5, last_part=0.5, fall=3.0)(Tail())
     assert choose_rows(rankings, 9)[0].tolist() == [18, 19, 20, 21, 22, 39, 40, 41, 50]
+    # Of a small budget the question's fact gets its rows first, of a large one its part.
+    rankings = AttentionScorer(pool_rows=5, last_part=0.1, last_rows=5)(Tail())
+    assert [ranking.rows(10) for ranking in rankings] == [5, 9]
+    assert choose_rows(rankings, 10)[0].tolist()[:5] == [18, 19, 20, 21, 22]
+    assert rankings[0].rows(100) == 10
+    # In a union it is half of its own part.
+    union = UnionScorer([(AttentionScorer(last_part=0.1, last_rows=20), 0.5), (AttentionScorer(), 0.5)])
+    assert next(ranking.rows(20) for ranking in union(Tail())) == 5
 
 
 def test_the_queries_read_are_the_ones_that_the_model_attends_with(family_model: nn.Module) -> None:

@@ -336,8 +336,8 @@ def ask_in_turns(
 
     ``groups`` are the items by their length and number of needles. A fill cannot lose what the model itself cannot
     find: a group is dropped, its answers too, once stock cannot reach `LEAST_STOCK_ACCURACY` of its first ones any
-    more, or is certainly below it later. A setting that has lost beyond doubt is asked no more. It ends early when ``enough``, of the items asked and
-    the groups that are left, says so.
+    more, or is certainly below it later. A setting that has lost beyond doubt is asked no more. It ends early when
+    ``enough``, of the items asked and the groups that are left, says so.
 
     Raises:
         RidgeFillError: stock answers no group; a variant that fills predicted no row.
