@@ -14,6 +14,7 @@ from ridgefill.cli.loading import load_model
 from ridgefill.cli.terminal import check_output
 from ridgefill.demo import model_folder
 from ridgefill.errors import RidgeFillError
+from ridgefill.evaluate.journal import Journal
 
 
 def numbers(kind: type) -> Any:
@@ -72,9 +73,11 @@ def journal(default: str | None = None) -> Any:
     )
 
 
-def sha256(path: Path) -> str:
-    """Return the digest of a file, by which a journal knows the maps that it goes on with."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def open_journal(path: Path, maps: Path, **settings: Any) -> Journal:
+    """Open the journal of a bench's run on the maps in this file; it is closed with the command."""
+    found = Journal(path, {"maps_sha256": hashlib.sha256(maps.read_bytes()).hexdigest(), **settings})
+    click.get_current_context().call_on_close(found.close)
+    return found
 
 
 def load(folder: Path, dtype: str = "float32", threads: int | None = None) -> tuple[Any, Any]:

@@ -35,7 +35,6 @@ from transformers import DynamicCache
 import ridgefill
 from ridgefill.demo import KINDS, calibration_texts, model_folder
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.report import machine, machine_line
 from ridgefill.evaluate.windows import held_out_windows, unseen_texts
 from ridgefill.guard import PROBE_ROWS
@@ -277,8 +276,7 @@ def main(
     unseen_texts(loaded)
     journal = None
     if maps is not None and journal_path is not None:
-        configuration = {"maps_sha256": common.sha256(maps), "per_kind": per_kind}
-        journal = Journal(journal_path, configuration)
+        journal = common.open_journal(journal_path, maps, per_kind=per_kind)
     console, progress = Console(width=140), Console(stderr=True)
     outcomes, words = [], []
     for split in splits:

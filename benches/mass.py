@@ -29,7 +29,6 @@ from torch import nn
 
 from ridgefill.demo import KINDS
 from ridgefill.errors import RidgeFillError
-from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.paired import PairedPrompt, Variants
 from ridgefill.evaluate.quality import score_tail
 from ridgefill.evaluate.report import machine_line
@@ -137,13 +136,13 @@ def main(
     model, tokenizer = common.load(folder, threads=threads)
     loaded = RidgeMaps.load(maps)
     unseen_texts(loaded)
-    configuration = {
-        "maps_sha256": common.sha256(maps),
-        "splits": splits,
-        "biases": biases,
-        "windows": windows,
-    }
-    journal = Journal(journal_path, configuration)
+    journal = common.open_journal(
+        journal_path,
+        maps,
+        splits=splits,
+        biases=biases,
+        windows=windows,
+    )
     variants = Variants(model, loaded)
     texts = held_out_windows(tokenizer, tokens=TOKENS, per_kind=-(-windows // len(KINDS)))[:windows]
     with Progress(console=Console(stderr=True)) as bar:
@@ -155,7 +154,7 @@ def main(
     console = Console(width=120)
     for split in splits:
         print_table(console, split, [line for lines in journal.done.values() for line in lines], biases)
-    console.print(f"{json.dumps(configuration)}\n{machine_line()}", highlight=False, soft_wrap=True)
+    console.print(f"{json.dumps(journal.configuration)}\n{machine_line()}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

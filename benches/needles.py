@@ -26,7 +26,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ridgefill.evaluate.answers import ORACLE, Answer, Setting, answer_item, cell
-from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.needle import Filler, Item, build_items
 from ridgefill.evaluate.paired import Variants
 from ridgefill.evaluate.report import machine_line
@@ -120,18 +119,18 @@ def main(
     model, tokenizer = common.load(folder, dtype, threads)
     loaded = RidgeMaps.load(maps)
     settings = settings_of(splits, shares)
-    configuration = {
-        "maps_sha256": common.sha256(maps),
-        "model": loaded.fingerprint["name"],
-        "settings": [dataclasses.astuple(setting) for setting in settings],
-        "lengths": lengths,
-        "per_cell": per_cell,
-        "needles": needles,
-        "tail": tail,
-        "head": head,
-        "dtype": dtype,
-    }
-    journal = Journal(journal_path, configuration)
+    journal = common.open_journal(
+        journal_path,
+        maps,
+        model=loaded.fingerprint["name"],
+        settings=[dataclasses.astuple(setting) for setting in settings],
+        lengths=lengths,
+        per_cell=per_cell,
+        needles=needles,
+        tail=tail,
+        head=head,
+        dtype=dtype,
+    )
     items = build(tokenizer, loaded, lengths, per_cell, tail=tail, head=head, needles=needles)
     variants = Variants(model, loaded)
     with Progress(console=Console(stderr=True)) as bar:
@@ -144,7 +143,7 @@ def main(
     found = [Answer(**answer) for item in items for answer in journal.done[item.name]]
     console = Console(width=140)
     kept = print_table(console, found, splits, shares)
-    document = {name: value for name, value in configuration.items() if name != "settings"}
+    document = {name: value for name, value in journal.configuration.items() if name != "settings"}
     console.print(f"{json.dumps(document)}\n{machine_line()}", highlight=False, soft_wrap=True)
     if not kept:
         raise SystemExit(1)

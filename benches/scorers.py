@@ -27,7 +27,6 @@ from rich.table import Table
 from ridgefill.demo import KINDS
 from ridgefill.errors import RidgeFillError
 from ridgefill.evaluate.answers import greedy_answers, is_right
-from ridgefill.evaluate.journal import Journal
 from ridgefill.evaluate.needle import Filler, Item, build_items
 from ridgefill.evaluate.paired import PairedPrompt, Variants
 from ridgefill.evaluate.quality import score_tail
@@ -150,15 +149,15 @@ def main(
         raise click.BadParameter(f"--only {list(only)} names none of {list(scorers())}")
     model, tokenizer = common.load(folder, threads=threads)
     loaded = RidgeMaps.load(maps)
-    configuration = {
-        "maps_sha256": common.sha256(maps),
-        "splits": splits,
-        "share": share,
-        "windows": windows,
-        "needles": needles,
-        "scorers": list(wanted),
-    }
-    journal = Journal(journal_path, configuration)
+    journal = common.open_journal(
+        journal_path,
+        maps,
+        splits=splits,
+        share=share,
+        windows=windows,
+        needles=needles,
+        scorers=list(wanted),
+    )
     variants = Variants(model, loaded)
     texts = held_out_windows(tokenizer, tokens=WINDOW_TOKENS, per_kind=-(-windows // len(KINDS)))[:windows]
     filler = Filler(tokenizer, unseen_texts(loaded))
@@ -177,7 +176,7 @@ def main(
     console = Console(width=120)
     for split in splits:
         print_table(console, split, journal.done, list(wanted))
-    console.print(f"{json.dumps(configuration)}\n{machine_line()}", highlight=False, soft_wrap=True)
+    console.print(f"{json.dumps(journal.configuration)}\n{machine_line()}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# 256 elements of each of three tensors tell two sets of weights apart and cost microseconds to read (design section 5).
-_ANCHOR_ELEMENTS = 256
+# Elements of the embeddings, and of each of the layers' matrices, that tell two sets of weights apart: 30 ms for 210
+# matrices. A few tensors, as design section 5 has it, would not show an adapter that was merged into the others.
+_EMBEDDING_ANCHORS, _MATRIX_ANCHORS = 256, 16
 _TOKENIZER_PROBE = "Head, bulk and tail: 1,024 rows; naïve café — 東京\n\tdef f(x): return x**2"
 _INPUT_NORM_NAMES = ("input_layernorm", "ln_1", "norm1", "attention_norm", "operator_norm")
 _LINEAR, _HYBRID = "linear_attention", "hybrid"
@@ -269,21 +270,23 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def _weight_anchors(layout: DecoderLayout, *, adapted: bool) -> str | None:
-    """Hash 256 fixed elements, rounded to bf16, of the embedding, a middle and the last layer's largest matrix."""
+    """Hash fixed elements, rounded to bf16, of the embeddings and of every layer's every matrix.
+
+    An adapter that was merged into a matrix changes nearly all of its elements by more than that rounding. None where
+    weights are not in memory.
+    """
     import torch
 
-    def matrices(module: nn.Module) -> list[torch.Tensor]:
-        return [p for _, p in sorted(module.named_parameters()) if p.ndim >= 2]
-
-    chosen = [max(matrices(layout.layers[i]), key=torch.numel, default=None) for i in (layout.num_layers // 2, -1)]
     embeddings = getattr(layout.base, "get_input_embeddings", lambda: None)()
-    chosen.insert(0, getattr(embeddings, "weight", None))
+    chosen = [(getattr(embeddings, "weight", None), _EMBEDDING_ANCHORS)]
+    for layer in layout.layers:
+        chosen += [(weight, _MATRIX_ANCHORS) for _, weight in sorted(layer.named_parameters()) if weight.ndim >= 2]
     digest = hashlib.sha256(b"adapted" if adapted else b"")
-    for tensor in chosen:
-        if tensor is None or tensor.device.type == "meta":
+    for weight, count in chosen:
+        if weight is None or weight.device.type == "meta":
             return None
-        flat = tensor.detach().reshape(-1)
-        where = torch.linspace(0, flat.numel() - 1, _ANCHOR_ELEMENTS, dtype=torch.float64).long().to(flat.device)
+        flat = weight.detach().reshape(-1)
+        where = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long().to(flat.device)
         elements = flat[where].to(device="cpu", dtype=torch.bfloat16)
         digest.update(elements.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
 from tiny import SPLIT, call, left_padded, prompt, random_maps, tiny_model
 from tiny_tokenizer import byte_tokenizer, random_text
@@ -272,23 +275,37 @@ def test_a_tail_one_row_off_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> 
         assert attachment.status()["tail_alarm"]
 
 
-def test_weights_that_changed_after_the_fit_are_caught() -> None:
-    """An update of low rank, merged into the attention of every layer: the file's weight anchors do not see it."""
-    model, maps = fitted("llama")
-    merged = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(3)
+def merged(model: nn.Module, size: float, layers: slice = slice(None)) -> nn.Module:
+    """A copy with an adapter of rank 8 merged into these layers' attention: ``size`` times their weights' norm."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for layer in merged.model.layers:
+        for layer in other.model.layers[layers]:
             for projection in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.self_attn.o_proj):
                 out, inner = projection.weight.shape
                 update = torch.randn(out, 8, generator=generator) @ torch.randn(8, inner, generator=generator)
-                projection.weight += 0.8 * projection.weight.norm() / update.norm() * update
-    with ridgefill.attach(merged, maps, guard="warn", **SETTINGS) as attachment:
-        assert attachment.status()["warnings"] == []
+                projection.weight += size * projection.weight.norm() / update.norm() * update
+    return other
+
+
+def test_weights_that_changed_after_the_fit_are_caught() -> None:
+    model, maps = fitted("llama")
+    changed = merged(model, 0.8)
+    with ridgefill.attach(changed, maps, guard="warn", **SETTINGS) as attachment:
         for seed in range(20):
-            run(merged, tokens(random_text(ROWS, 2000 + seed)))
+            run(changed, tokens(random_text(ROWS, 2000 + seed)))
         assert attachment.status()["counters"]["guard alarms"] == 20
         assert attachment.status()["counters"]["filled"] == 20
+
+
+@pytest.mark.parametrize("layer", [0, 2, 5])
+def test_a_small_adapter_merged_into_one_layer_is_named_at_attach(layer: int) -> None:
+    """No guard hears so small a change; the file's weight anchors do, in every layer."""
+    model, maps = fitted("llama")
+    with ridgefill.attach(model, maps, **SETTINGS) as attachment:
+        assert attachment.status()["warnings"] == []
+    with ridgefill.attach(merged(model, 0.01, slice(layer, layer + 1)), maps, **SETTINGS) as attachment:
+        (warning,) = attachment.status()["warnings"]
+    assert "the model's weights are not those the maps were fitted for" in warning
 
 
 def test_rotary_tables_that_changed_after_attach_are_caught() -> None:
@@ -364,3 +381,37 @@ def test_real_weights(smollm2: tuple[nn.Module, Any], bench: Any) -> None:
     bench.print_table(Console(width=140), outcomes)
     assert bench.home(outcomes)[0] == 300
     assert bench.missed(outcomes) == []
+
+
+def test_the_bench_goes_on_where_it_was_interrupted(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished cases are read from the journal, with what is expected of them today; the others run."""
+    model, maps = fitted("llama")
+    maps.save(tmp_path / "maps.safetensors")
+    tests = [bench.Case(name, [prompt(ROWS)], "silent", lambda: model) for name in ("home: a", "home: b", "c")]
+    monkeypatch.setattr(bench, "model_folder", lambda _: tmp_path)
+    monkeypatch.setattr(bench.common, "load", lambda *_, **__: (model, byte_tokenizer()))
+    monkeypatch.setattr(bench, "unseen_texts", lambda _: [])
+    monkeypatch.setattr(bench, "cases", lambda *_: tests)
+    ran: list[str] = []
+
+    def outcome(case: Any, _: Any, split: int, __: Any) -> Any:
+        if case.name == interrupted:
+            raise KeyboardInterrupt
+        ran.append(case.name)
+        return bench.Outcome(split, case.name, case.expected, 100, 0, 0, [], [], [])
+
+    monkeypatch.setattr(bench, "outcome", outcome)
+    arguments = [str(tmp_path / "maps.safetensors"), "--splits", str(SPLIT), "--journal", str(tmp_path / "j.jsonl")]
+    interrupted = "home: b"
+    assert CliRunner().invoke(bench.main, arguments).exit_code != 0
+    assert ran == ["home: a"]
+    interrupted = ""
+    tests[0] = replace(tests[0], expected="before")
+    result = CliRunner().invoke(bench.main, [*arguments, "--json", str(tmp_path / "found.json")])
+    assert ran == ["home: a", "home: b", "c"]
+    assert result.exit_code == 1, result.output
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert [found["case"] for found in document["outcomes"]] == ["home: a", "home: b", "c"]
+    assert document["missed"] == [f"split {SPLIT}: home: a: 0 and 0 of 100 windows"]

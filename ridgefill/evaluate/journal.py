@@ -21,7 +21,7 @@ class Journal:
         """
         self._path = path
         self.done: dict[str, Any] = {}
-        wanted = json.loads(json.dumps(configuration))
+        self.configuration: dict[str, Any] = json.loads(json.dumps(configuration))
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         # What an interrupt left of a line has no end; what follows the last end is empty otherwise.
         kept = sum(len(line) + 1 for line in lines[:-1])
@@ -34,13 +34,14 @@ class Journal:
                     self.done[entry["item"]] = entry["result"]
             except (ValueError, KeyError, TypeError):
                 raise RidgeFillError(f"{path}: line {number + 1} is no line of a journal; name another file") from None
-        if len(lines) > 1 and found != wanted:
+        if len(lines) > 1 and found != self.configuration:
+            wanted = self.configuration
             names = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
             raise RidgeFillError(f"{path}: holds results of other settings ({', '.join(names)}); name another file")
         self._file = open(path, "ab")  # noqa: SIM115  (open as long as the journal)
         self._file.truncate(kept)
         if len(lines) < 2:
-            self._write({"configuration": wanted})
+            self._write({"configuration": self.configuration})
 
     def add(self, item: str, result: Any) -> None:
         """Keep one item's result, ready for JSON."""
