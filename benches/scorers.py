@@ -44,13 +44,13 @@ HEAD = 4
 def scorers() -> dict[str, RowScorer]:
     """By name, every scorer that is compared; the control first."""
     found: dict[str, RowScorer] = {"random": RandomScorer()}
-    for predicted, (last_part, last_rows), (pool_rows, fall) in itertools.product(
-        (False, True), ((0.0, 0), (0.25, 0), (0.25, 48), (0.5, 0)), ((1, 0.0), (15, 0.0), (15, 0.5))
+    for predicted, mean_part, last_part, (pool_rows, fall) in itertools.product(
+        (False, True), (0.0, 0.1), (0.0, 0.25, 0.5), ((1, 0.0), (15, 0.0), (15, 0.5))
     ):
-        layers, least = "both" if predicted else "exact", f" or {last_rows} rows" if last_rows else ""
-        name = f"{layers}, {last_part:.0%}{least} to the last 32, {pool_rows} neighbours, fall {fall:g}"
+        layers = "both" if predicted else "exact"
+        name = f"{layers}, {mean_part:.0%} by mean, {last_part:.0%} by the last 32, {pool_rows} rows, fall {fall:g}"
         found[name] = AttentionScorer(
-            predicted=predicted, last_part=last_part, last_rows=last_rows, pool_rows=pool_rows, fall=fall
+            predicted=predicted, mean_part=mean_part, last_part=last_part, pool_rows=pool_rows, fall=fall
         )
     return found
 

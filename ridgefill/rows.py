@@ -357,7 +357,7 @@ class Selection:
         """What part of the attention that the nearest layer's heads pay to candidates goes to ``rows``, on average."""
         import torch
 
-        attention = view.mean_attention(view.exact_layers[-1])  # [batch, bulk]
+        attention = view.attention(view.exact_layers[-1]).mean  # [batch, bulk]
         paid = torch.zeros_like(attention)
         for group in self.groups:
             part = slice(group.start - self.step.fill_start, group.end - self.step.fill_start)

@@ -32,20 +32,13 @@ _QUERIES_ONLY = "ridgefill_queries"
 class Ranking:
     """Scores of the bulk's rows, ``[batch, bulk]``: higher is chosen first, -inf never by this ranking.
 
-    ``part`` is the share of the budget that it spends, more where that is less than ``least_rows``, but not beyond
-    ``most_part``. ``log_attention``, where scores are that no more: the log of
+    ``part`` is the share of the budget that it spends. ``log_attention``, where scores are that no more: the log of
     the largest probability that a query gives a row or a neighbour; share ``auto`` counts by it.
     """
 
     scores: torch.Tensor
     part: float = 1.0
     log_attention: torch.Tensor | None = None
-    least_rows: int = 0
-    most_part: float = 1.0
-
-    def rows(self, budget: int) -> int:
-        """How many of so many rows it spends."""
-        return max(math.ceil(self.part * budget), min(self.least_rows, int(self.most_part * budget)))
 
     def among(self, rows: torch.Tensor) -> Ranking:
         """The same of some rows only, by their positions in the bulk ``[batch, count]``."""
@@ -76,7 +69,7 @@ def choose_rows(rankings: Sequence[Ranking], count: int) -> torch.Tensor:
         left = count
         for number, ranking in enumerate(rankings, start=1):
             scores = ranking.scores[sequence].masked_fill(chosen, -torch.inf)
-            part = min(ranking.rows(count), left, int((scores > -torch.inf).sum()))
+            part = min(math.ceil(ranking.part * count), left, int((scores > -torch.inf).sum()))
             if number == len(rankings):
                 part = left
                 scores = ranking.scores[sequence].clamp_min(torch.finfo(scores.dtype).min)
@@ -117,19 +110,11 @@ class TailView:
         self.exact_layers = sorted(seen)[-EXACT_LAYERS:]
         self.predicted_layers = sorted(set(maps) & set(readers) - set(seen))
 
-    def log_attention(self, layer_idx: int, *, last_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log of the largest probability that any head and query gives each bulk row: ``[batch, bulk]``, twice.
-
-        First over all tail queries, then over the last ``last_queries`` of them.
-        """
+    def attention(self, layer_idx: int, *, last_queries: int = 1) -> RowAttention:
+        """What a layer's queries give each bulk row, those of the last ``last_queries`` rows by themselves too."""
         queries, step = self._queries(layer_idx), self._step
-        found = largest_log_attention(queries, step.fill_start, step.fill_end, step.padding, last_queries)
-        return found[0].to(self.device), found[1].to(self.device)  # layers may lie on several devices
-
-    def mean_attention(self, layer_idx: int) -> torch.Tensor:
-        """The mean probability that heads and queries give each bulk row: ``[batch, bulk]``."""
-        queries, step = self._queries(layer_idx), self._step
-        return mean_attention(queries, step.fill_start, step.fill_end, step.padding).to(self.device)
+        found = row_attention(queries, step.fill_start, step.fill_end, step.padding, last_queries)
+        return found.to(self.device)  # layers may lie on several devices
 
     def _queries(self, layer_idx: int) -> Queries:
         if layer_idx in self._seen:
@@ -161,41 +146,47 @@ def rank(scorer: RowScorer, tail: TailView) -> list[Ranking]:
 
 @dataclass(frozen=True)
 class AttentionScorer:
-    """Ranks rows by the largest attention probability that any head and any tail query gives them.
+    """Ranks rows by the attention probabilities that heads and tail queries give them, in three ways.
 
-    Part of the budget goes to the last queries alone: a maximum over hundreds of tail queries crowds out the row that
-    only the question asks for. A fact is as long in a short prompt as in a long one, so that they get a number of rows
-    at least, up to half of all. Rows share scores with their neighbours, because a fact is a run of rows: with the last
-    queries as they are, so that an answer comes whole, with all of them less by distance, so that a row which is
-    hardly looked at brings no crowd of rows that nothing looks at.
+    First by the mean over all: rows that everything looks at a little, as at a second head, are few and no query's
+    largest, and where one of them is missing most of what the others bring is lost. Then by the mean over the last
+    queries alone: a maximum over hundreds of tail queries crowds out what only the question asks for. The rest goes by
+    that maximum. Rows share scores with their neighbours, because a fact is a run of rows: with the last queries as
+    they are, so that an answer comes whole, with the maximum less by distance, so that a row which is hardly looked at
+    brings no crowd of rows that nothing looks at.
 
     Attributes:
         predicted: look at the late layers too, with predicted queries and keys.
-        last_queries: the tail's last rows that have a budget of their own.
-        last_part: that budget, as a part of the whole.
-        last_rows: how many rows it is at least, as far as these are half of the whole or fewer.
+        mean_part: what the mean over all queries spends, as a part of the budget.
+        last_queries: the tail's last rows that have a part of their own.
+        last_part: that part.
         pool_rows: neighbours that share a score, an odd number, the row itself in the middle.
-        fall: what a score by all queries loses for each row between neighbours, in nats.
+        fall: what a largest score loses for each row between neighbours, in nats.
     """
 
     predicted: bool = False
+    mean_part: float = 0.1
     last_queries: int = 32
     last_part: float = 0.25
-    last_rows: int = 48
     pool_rows: int = 15
     fall: float = 0.5
 
     def __call__(self, tail: TailView) -> Sequence[Ranking]:
-        """Two rankings: by the last queries, then by all of them."""
+        """Three rankings, all of logarithms: by the mean, by the last queries, by the largest."""
         import torch
 
         layers = tail.exact_layers + (tail.predicted_layers if self.predicted else [])
-        found = [tail.log_attention(layer_idx, last_queries=self.last_queries) for layer_idx in layers]
-        everywhere, at_the_end = (torch.stack(scores).amax(0) for scores in zip(*found, strict=True))
+        found = [tail.attention(layer_idx, last_queries=self.last_queries) for layer_idx in layers]
+        mean = torch.stack([of_layer.mean for of_layer in found]).mean(0).log()
+        at_the_end = torch.stack([of_layer.mean_at_the_end for of_layer in found]).mean(0).log()
+        largest = torch.stack([of_layer.log_largest for of_layer in found]).amax(0)
         return (
-            Ranking(shared(at_the_end, self.pool_rows), self.last_part, least_rows=self.last_rows, most_part=0.5),
+            Ranking(mean, self.mean_part),
+            Ranking(shared(at_the_end, self.pool_rows), self.last_part),
             Ranking(
-                shared(everywhere, self.pool_rows, self.fall), 1 - self.last_part, shared(everywhere, self.pool_rows)
+                shared(largest, self.pool_rows, self.fall),
+                1 - self.mean_part - self.last_part,
+                shared(largest, self.pool_rows),
             ),
         )
 
@@ -257,11 +248,7 @@ class UnionScorer:
 
     def __call__(self, tail: TailView) -> Sequence[Ranking]:
         """All their rankings."""
-        return [
-            replace(ranking, part=part * ranking.part, most_part=part * ranking.most_part)
-            for scorer, part in self.scorers
-            for ranking in scorer(tail)
-        ]
+        return [replace(r, part=part * r.part) for scorer, part in self.scorers for r in scorer(tail)]
 
 
 def shared(scores: torch.Tensor, rows: int, fall: float = 0.0) -> torch.Tensor:
@@ -288,36 +275,46 @@ class Queries:
     scaling: float
 
 
-def largest_log_attention(
+@dataclass(frozen=True)
+class RowAttention:
+    """What a layer's heads and queries give each bulk row; all ``[batch, bulk]``, float32.
+
+    Attributes:
+        log_largest: the log of the largest probability.
+        mean: the mean probability.
+        mean_at_the_end: the mean over the last queries alone.
+    """
+
+    log_largest: torch.Tensor
+    mean: torch.Tensor
+    mean_at_the_end: torch.Tensor
+
+    def to(self, device: torch.device) -> RowAttention:
+        """The same on another device."""
+        return RowAttention(*(of.to(device) for of in (self.log_largest, self.mean, self.mean_at_the_end)))
+
+
+def row_attention(
     queries: Queries, fill_start: int, fill_end: int, padding: torch.Tensor | None, last_queries: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per bulk row, the log of the largest probability over heads and queries: all queries, and the last ones only.
+) -> RowAttention:
+    """Return what the queries give bulk rows, those of the last ``last_queries`` of the tail by themselves too.
 
     ``p_ij = exp(s q_i k_j) / sum_{m <= i} exp(s q_i k_m)``. Logit caps and sinks are left out: they change a query's
     scale, hardly the order of its rows. Computed for a few queries at a time; never heads x tail x prompt at once.
     """
     import torch
 
-    tail = queries.query.shape[2]
+    heads, tail = queries.query.shape[1:3]
     first_last = tail - min(last_queries, tail)
-    best = []
+    largest = torch.full((len(queries.query), fill_end - fill_start), -torch.inf, device=queries.key.device)
+    sums = []
     for part in (range(first_last), range(first_last, tail)):
-        found = torch.full((len(queries.query), fill_end - fill_start), -torch.inf, device=queries.key.device)
+        total = torch.zeros_like(largest)
         for log_p in _log_attention(queries, fill_start, fill_end, padding, part):
-            found = torch.maximum(found, log_p.amax((1, 2, 3)))
-        best.append(found)
-    return torch.maximum(*best), best[1]
-
-
-def mean_attention(queries: Queries, fill_start: int, fill_end: int, padding: torch.Tensor | None) -> torch.Tensor:
-    """Per bulk row, the mean of the same probabilities over heads and queries: ``[batch, bulk]``, float32."""
-    import torch
-
-    batch, heads, tail, _ = queries.query.shape
-    found = torch.zeros(batch, fill_end - fill_start, device=queries.key.device)
-    for log_p in _log_attention(queries, fill_start, fill_end, padding, range(tail)):
-        found += log_p.exp().sum((1, 2, 3))
-    return found / (heads * tail)
+            largest = torch.maximum(largest, log_p.amax((1, 2, 3)))
+            total += log_p.exp_().sum((1, 2, 3))
+        sums.append(total)
+    return RowAttention(largest, (sums[0] + sums[1]) / (heads * tail), sums[1] / (heads * (tail - first_last)))
 
 
 def _log_attention(

@@ -23,6 +23,7 @@ from ridgefill.scorers import (
     Queries,
     RandomScorer,
     Ranking,
+    RowAttention,
     SpanScorer,
     TailView,
     UnionScorer,
@@ -53,7 +54,7 @@ def call(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, 
 
 @pytest.mark.parametrize("score_bytes", [1, 32 << 20])
 @pytest.mark.parametrize("padded", [False, True])
-def test_scores_are_the_largest_softmax_probabilities(
+def test_scores_are_largest_and_mean_softmax_probabilities(
     monkeypatch: pytest.MonkeyPatch, padded: bool, score_bytes: int
 ) -> None:
     monkeypatch.setattr(scorers, "_SCORE_BYTES", score_bytes)
@@ -61,7 +62,7 @@ def test_scores_are_the_largest_softmax_probabilities(
     query, key = torch.randn(batch, heads, tail, width), torch.randn(batch, kv_heads, total, width)
     padding = torch.ones(batch, total, dtype=torch.long)
     padding[1, :3] = 0
-    found = scorers.largest_log_attention(Queries(query, key, 0.3), start, end, padding if padded else None, 2)
+    found = scorers.row_attention(Queries(query, key, 0.3), start, end, padding if padded else None, 2)
 
     logits = 0.3 * query.double() @ key.double().repeat_interleave(3, 1).transpose(-1, -2)
     hidden = torch.arange(total) > torch.arange(end, total).unsqueeze(1)
@@ -69,10 +70,9 @@ def test_scores_are_the_largest_softmax_probabilities(
     if padded:
         logits = logits.masked_fill(padding[:, None, None] == 0, -torch.inf)
     p = logits.softmax(-1)[..., start:end]
-    torch.testing.assert_close(found[0].double(), p.amax((1, 2)).log(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(found[1].double(), p[:, :, -2:].amax((1, 2)).log(), rtol=0, atol=1e-5)
-    mean = scorers.mean_attention(Queries(query, key, 0.3), start, end, padding if padded else None)
-    torch.testing.assert_close(mean.double(), p.mean((1, 2)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.log_largest.double(), p.amax((1, 2)).log(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.mean.double(), p.mean((1, 2)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.mean_at_the_end.double(), p[:, :, -2:].mean((1, 2)), rtol=1e-5, atol=0)
 
 
 def test_a_budget_is_spent_in_parts_without_repeating_a_row() -> None:
@@ -80,11 +80,6 @@ def test_a_budget_is_spent_in_parts_without_repeating_a_row() -> None:
     assert choose_rows([Ranking(first, 0.5), Ranking(second, 0.5)], 4).tolist() == [[0, 1, 2, 5]]
     assert choose_rows([Ranking(first, 0.5), Ranking(second, 0.5)], 1).tolist() == [[1]]
     assert choose_rows([Ranking(first), Ranking(second, 0.0)], 3).tolist() == [[1, 2, 4]]
-    third = torch.tensor([[0.0, 1, 2, 9, 8, 0]])
-    assert choose_rows([Ranking(third, 0.25), Ranking(second, 0.75)], 4).tolist() == [[0, 1, 2, 3]]
-    least = Ranking(third, 0.25, least_rows=4, most_part=0.5)
-    assert [least.rows(budget) for budget in (1, 4, 6, 8, 16, 17)] == [1, 2, 3, 4, 4, 5]
-    assert choose_rows([least, Ranking(second, 0.75)], 4).tolist() == [[1, 2, 3, 4]]
     two = torch.stack([first[0], -first[0]])
     assert choose_rows([Ranking(two)], 2).tolist() == [[1, 2], [0, 5]]
 
@@ -124,33 +119,34 @@ def test_neighbours_share_their_largest_score_less_by_distance() -> None:
     assert torch.equal(shared(scores, 1, fall=2.0), scores)
 
 
-def test_all_queries_share_less_than_the_last_ones() -> None:
-    """Two hits in the tail's attention: the question's own brings its neighbours, the other one itself."""
+def test_rows_are_chosen_by_mean_by_the_last_queries_and_by_the_largest() -> None:
+    """A row that everything looks at a little, the question's hit with its neighbours, the largest ones with fewer."""
 
     class Tail:
         exact_layers: ClassVar = [0]
-        predicted_layers: ClassVar[list[int]] = []
+        predicted_layers: ClassVar[list[int]] = [1]
 
-        def log_attention(self, layer_idx: int, *, last_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-            last = torch.full((1, 60), -9.0)
-            last[0, 20] = -1.0
-            everywhere = last.clone()
-            everywhere[0, [40, 50]] = torch.tensor([-1.0, -3.0])
-            return everywhere, last
+        def attention(self, layer_idx: int, *, last_queries: int) -> RowAttention:
+            largest = torch.full((1, 60), -9.0)
+            largest[0, [20, 40, 50]] = torch.tensor([-1.0, -1.0, -3.0])
+            at_the_end, mean = torch.full((2, 1, 60), 1e-6)
+            at_the_end[0, 20], mean[0, 5] = 0.1, 0.2
+            if layer_idx == 1:  # predicted: the means are of both, the largest of either
+                mean[0, 6] = 0.5
+                largest[0, 55] = -0.5
+            return RowAttention(largest, mean, at_the_end)
 
-    rankings = AttentionScorer(pool_rows=5, last_part=0.5)(Tail())
-    assert rankings[1].log_attention[0, 36:44].tolist() == [-9, -9, -1, -1, -1, -1, -1, -9]
-    assert choose_rows(rankings, 10)[0].tolist() == [18, 19, 20, 21, 22, 38, 39, 40, 41, 42]
-    rankings = AttentionScorer(pool_rows=5, last_part=0.5, fall=3.0)(Tail())
-    assert choose_rows(rankings, 9)[0].tolist() == [18, 19, 20, 21, 22, 39, 40, 41, 50]
-    # Of a small budget the question's fact gets its rows first, of a large one its part.
-    rankings = AttentionScorer(pool_rows=5, last_part=0.1, last_rows=5)(Tail())
-    assert [ranking.rows(10) for ranking in rankings] == [5, 9]
-    assert choose_rows(rankings, 10)[0].tolist()[:5] == [18, 19, 20, 21, 22]
-    assert rankings[0].rows(100) == 10
-    # In a union it is half of its own part.
-    union = UnionScorer([(AttentionScorer(last_part=0.1, last_rows=20), 0.5), (AttentionScorer(), 0.5)])
-    assert next(ranking.rows(20) for ranking in union(Tail())) == 5
+    def chosen(count: int, **settings: Any) -> list[int]:
+        return choose_rows(AttentionScorer(pool_rows=5, last_part=0.5, **settings)(Tail()), count)[0].tolist()
+
+    rankings = AttentionScorer(pool_rows=5)(Tail())
+    assert rankings[2].log_attention is not None
+    assert rankings[2].log_attention[0, 36:44].tolist() == [-9, -9, -1, -1, -1, -1, -1, -9]
+    assert rankings[0].scores[0, 5].exp() == pytest.approx(0.2)
+    assert chosen(11, mean_part=0.0, fall=0.0)[:5] == [18, 19, 20, 21, 22]
+    assert chosen(9, mean_part=0.0, fall=3.0) == [18, 19, 20, 21, 22, 39, 40, 41, 50]
+    assert chosen(10, mean_part=0.1, fall=3.0) == [5, 18, 19, 20, 21, 22, 39, 40, 41, 50]
+    assert chosen(10, mean_part=0.1, fall=3.0, predicted=True) == [6, 18, 19, 20, 21, 22, 40, 54, 55, 56]
 
 
 def test_the_queries_read_are_the_ones_that_the_model_attends_with(family_model: nn.Module) -> None:
@@ -167,16 +163,17 @@ def test_the_queries_read_are_the_ones_that_the_model_attends_with(family_model:
 
     def scorer(tail: TailView) -> list[Ranking]:
         for layer_idx in tail.exact_layers:
-            seen[layer_idx] = tail.log_attention(layer_idx, last_queries=5)
+            seen[layer_idx] = tail.attention(layer_idx, last_queries=5)
         return [Ranking(torch.rand(tail.batch, tail.bulk_rows))]
 
     with ridgefill.attach(family_model, random_maps(family_model), tier="plumb", share=0.1, scorer=scorer, **SETTINGS):
         call(family_model, ids)
     assert seen
-    for layer_idx, (everywhere, at_the_end) in seen.items():
+    for layer_idx, found in seen.items():
         p = weights[layer_idx][0, :, -TAIL:, HEAD : ROWS - TAIL]  # [heads, tail, bulk]
-        torch.testing.assert_close(everywhere[0].exp(), p.amax((0, 1)), rtol=1e-3, atol=1e-5)
-        torch.testing.assert_close(at_the_end[0].exp(), p[:, -5:].amax((0, 1)), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found.log_largest[0].exp(), p.amax((0, 1)), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found.mean[0], p.mean((0, 1)), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(found.mean_at_the_end[0], p[:, -5:].mean((0, 1)), rtol=1e-3, atol=1e-6)
 
 
 # --- identity ------------------------------------------------------------------------------------------------------
@@ -320,7 +317,7 @@ def test_share_auto_runs_the_rows_above_a_probability(
     maps, spy = random_maps(model), Spy()
     with ridgefill.attach(model, maps, tier="quality", scorer=spy, **SETTINGS):
         call(model, ids)
-    scores = spy.said[0][1].log_attention  # [batch, bulk], by all queries: the last ones are among them
+    scores = spy.said[0][2].log_attention  # [batch, bulk], by all queries: the last ones are among them
     least = 0.999 * float(scores.flatten().quantile(quantile).exp())
     above = int((scores >= math.log(least)).sum(1).max())
     assert 0 < above < ROWS - TAIL - HEAD

@@ -54,7 +54,7 @@ CONTROLS = {"swapped": "speed", "head=0": "speed", "random rows": "quality"}
 # bulk at all, unselected rows dropped.
 BASELINES = ("identity", "direct", "no bulk", "drop")
 # Parts of the budget at which a line ends, once it has its least number of prompts.
-_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.7, 0.78, 0.9
+_NEEDLES_UNTIL, _DISTANCE_UNTIL, _SPLICE_UNTIL = 0.7, 0.78, 0.95
 _LEAST_ITEMS, _LEAST_DOCUMENTS = 8, 3
 # Splices cost their tails' logits: 32 rows of 262,144 words, 64 of half as many or fewer.
 _SPLICE_PROMPTS, _SPLICE_TAIL, _SPLICE_LOGITS = 2, 64, 1 << 23
